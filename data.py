@@ -1,0 +1,188 @@
+"""
+The data of a run, as pure functions: which tokens, in which order, under which objective, with which masks. Nothing
+here depends on rank, number of devices or history, so a run resumes anywhere from its step alone, and two runs that
+differ in alpha see the same sequences.
+
+A prepared folder holds train.bin and val.bin (uint16 tokens; every document opens with <s>), train.idx and val.idx
+(uint64: where each document starts, and the end), tokenizer.json and meta.json (counts, sizes, hashes).
+"""
+import hashlib
+import json
+import os
+from fractions import Fraction
+
+import numpy as np
+
+from configurator import die
+from model import BOS, MASK, N_SPECIAL
+
+VERSION = 1
+FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
+SUBSET, EPOCH, COUNTS, MASKS = range(4)  # independent random streams
+
+
+def random(*key):
+    """A generator that depends on its key alone."""
+    return np.random.default_rng(key)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a prepared folder
+
+def fingerprint(path, block=2 ** 20, blocks=256):
+    """[size, hash] of a file: of all its bytes up to 256 MiB, of 256 evenly spaced MiB beyond, so it is quick at any size."""
+    size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as f:
+        for i in range(min(blocks, -(-size // block))):
+            f.seek(max(i * block, i * (size - block) // (blocks - 1)))
+            digest.update(f.read(block))
+    return [size, digest.hexdigest()]
+
+
+def open_data(data_dir, vocab_size):
+    """Returns {split: (tokens, starts)}, both memory-mapped, and the meta data, after checking them against each other."""
+    path, again = os.path.join(data_dir, "meta.json"), "run prepare.py again"
+    if not os.path.isfile(path):
+        make = "python prepare.py" if data_dir == "data/pydocs" else f"python prepare.py --input FILES --out {data_dir}"
+        die(f"no prepared data in {data_dir}; make it with: {make}")
+    try:
+        with open(path) as f:
+            meta = json.load(f)
+        if meta["version"] != VERSION:
+            die(f"{path} has format {meta['version']}, this code reads {VERSION}: {again}")
+        for name in FILES:
+            if fingerprint(os.path.join(data_dir, name)) != meta["files"][name]:
+                die(f"{os.path.join(data_dir, name)} is not the file that {path} describes (truncated or changed): {again}")
+        if meta["vocab_size"] > vocab_size:
+            die(f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set vocab_size to at least {meta['vocab_size']}")
+    except (ValueError, KeyError, TypeError) as error:
+        die(f"{path} is damaged ({type(error).__name__}: {error}): {again}")
+    except FileNotFoundError as error:
+        die(f"{error.filename} is missing: {again}")
+    return {split: tuple(np.memmap(os.path.join(data_dir, split + end), dtype, "r")
+                         for end, dtype in ((".bin", np.uint16), (".idx", np.uint64))) for split in ("train", "val")}, meta
+
+
+def bytes_per_token(tokenizer):
+    """(V,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
+    vocab = json.loads(tokenizer)["model"]["vocab"]
+    table = np.zeros(max(vocab.values()) + 1)
+    for token, i in vocab.items():
+        table[i] = len(token) if i >= N_SPECIAL else 0
+    return table
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the order of the training windows
+
+class Stream:
+    """
+    The windows of a run. Repetition R means: of the N windows in all, W = ceil(N / R) are unique. A seeded choice of
+    documents gives exactly W * T tokens (the last one is cut); every epoch permutes the documents anew, packs them into
+    one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>, and cuts it into W windows, read in shuffled order.
+    """
+
+    def __init__(self, tokens, starts, s):
+        T, N = s.seq_len, s.max_steps * s.batch_size
+        self.tokens, self.T, self.W, self.seed, self.vocab_size = tokens, T, -(-N // s.repetitions), s.seed, s.vocab_size
+        if len(tokens) < T:
+            die(f"the corpus has {len(tokens):,} tokens, less than one window of seq_len {T:,}")
+        if len(tokens) < self.W * T:
+            die(f"corpus has {len(tokens):,} tokens, this run needs {self.W * T:,}: "
+                f"raise repetitions to at least {-(-N // (len(tokens) // T))}")
+        order = random(s.seed, SUBSET).permutation(len(starts) - 1)
+        ends = np.cumsum((starts[1:] - starts[:-1]).astype(np.int64)[order])
+        n = np.searchsorted(ends, self.W * T) + 1
+        self.first = starts[order[:n]].astype(np.int64)  # where the chosen documents begin in the file
+        self.length = np.diff(ends[:n - 1], prepend=0, append=self.W * T)
+        self.epoch = -1
+
+    def start_epoch(self, epoch):
+        generator = random(self.seed, EPOCH, epoch)
+        documents = generator.permutation(len(self.first))
+        self.begin = self.first[documents]
+        self.bounds = np.concatenate(([0], np.cumsum(self.length[documents])))  # document d is [bounds[d], bounds[d + 1])
+        self.shuffled = generator.permutation(self.W)
+        self.epoch = epoch
+
+    def window(self, index):
+        """(T + 1,) tokens: the T inputs and, shifted by one, the T targets of global sequence `index`."""
+        epoch, i = divmod(index, self.W)
+        if epoch != self.epoch:
+            self.start_epoch(epoch)
+        a, b = self.shuffled[i] * self.T, self.shuffled[i] * self.T + self.T + 1
+        low, high = np.searchsorted(self.bounds, (a, b - 1), side="right")
+        x = np.full(self.T + 1, BOS, dtype=np.int64)  # what no document fills is the <s> that closes the stream
+        for d in range(low - 1, min(high, len(self.begin))):
+            start, end = max(a, self.bounds[d]), min(b, self.bounds[d + 1])
+            offset = self.begin[d] - self.bounds[d]
+            x[start - a:end - a] = self.tokens[start + offset:end + offset]
+        if x.max() >= self.vocab_size:
+            die(f"the corpus holds token id {x.max()}, but vocab_size is {self.vocab_size}")
+        return x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the two objectives: inputs and weights of a window. Targets are x0[1:] in both: the one shift of the whole project.
+
+def is_ar(slot, alpha):
+    """Slot `slot`, counted over all steps, runs AR; of any `den` consecutive slots exactly `num` do, alpha = num/den."""
+    return slot * alpha.numerator % alpha.denominator < alpha.numerator
+
+
+def ar_example(x0):
+    """Eq. (2), per token: clean inputs, the mean over all T targets, a document's closing <s> included."""
+    T = len(x0) - 1
+    return x0[:-1], np.full(T, 1 / T)
+
+
+def md_example(x0, u, generator):
+    """
+    Eq. (4), per token: int_0^1 E[1/t sum of CE over the masked] dt. Its masks of t ~ U(0, 1) hide k ~ U{1..M} of the M
+    maskable tokens, all choices alike, so the integral equals, with no epsilon and less variance, the mean CE over exactly
+    k masked tokens. u in [0, 1) picks k. Never masked: special tokens, x0[0] (nothing predicts it), x0[T] (not an input).
+    """
+    maskable = 1 + np.flatnonzero(x0[1:-1] >= N_SPECIAL)
+    k = min(1 + int(u * len(maskable)), len(maskable))
+    masked = generator.permutation(maskable)[:k]
+    xt, w = x0[:-1].copy(), np.zeros(len(x0) - 1)
+    xt[masked], w[masked - 1] = MASK, 1 / max(k, 1)  # the token at p is predicted at p - 1
+    return xt, w
+
+
+def collate(windows, examples, prefix):
+    """Inputs, targets, weights: (B, T); prefix: (B,)."""
+    inputs, weights = zip(*examples)
+    return (np.stack(inputs), np.stack(windows)[:, 1:], np.stack(weights).astype(np.float32),
+            np.full(len(windows), prefix))
+
+
+def train_slot(stream, s, step, slot):
+    """Slot 0 <= slot < S of a step: micro_batch_size sequences, one objective; loss = the mean over its sequences."""
+    B, S, alpha = s.micro_batch_size, s.batch_size // s.micro_batch_size, Fraction(s.alpha)
+    ar = is_ar(step * S + np.arange(S), alpha)
+    first = step * s.batch_size + slot * B
+    windows = [stream.window(i) for i in range(first, first + B)]
+    if ar[slot]:
+        examples = [ar_example(x0) for x0 in windows]
+    else:
+        # one jittered grid over [0, 1) for all MD sequences of the step, dealt out by a permutation
+        n, before = B * np.count_nonzero(~ar), B * np.count_nonzero(~ar[:slot])
+        generator = random(s.seed, COUNTS, step)
+        u = ((generator.permutation(n) + generator.random()) / n)[before:before + B]
+        examples = [md_example(x0, u[i], random(s.seed, MASKS, first + i)) for i, x0 in enumerate(windows)]
+    x, y, w, prefix = collate(windows, examples, 0 if ar[slot] else s.seq_len)
+    return x, y, w / np.float32(B), prefix, bool(ar[slot])
+
+
+def val_batches(tokens, s):
+    """Both objectives on the same held-out targets, the maskable ones: masks and grid are fixed, for every seed and user.
+    Yields (ar batch, md batch), where a sequence's weights sum to its number of maskable targets M."""
+    T, B, n = s.seq_len, s.micro_batch_size, min(s.eval_tokens, len(tokens) - 1) // s.seq_len
+    grid = (random(0, COUNTS).permutation(n) + 0.5) / n
+    for first in range(0, n, B):
+        windows = [tokens[i * T:(i + 1) * T + 1].astype(np.int64) for i in range(first, min(first + B, n))]
+        md = [md_example(x0, grid[first + i], random(0, MASKS, first + i)) for i, x0 in enumerate(windows)]
+        on = [np.append(x0[1:-1] >= N_SPECIAL, False) for x0 in windows]
+        ar = [(x0[:-1], maskable) for x0, maskable in zip(windows, on)]
+        yield collate(windows, ar, 0), collate(windows, [(x, w * m.sum()) for (x, w), m in zip(md, on)], T)

@@ -1,0 +1,220 @@
+"""
+The model: one Llama transformer, used causally, bidirectionally, or with a bidirectional prefix. The attention mask
+is an argument, so one set of weights serves every mode and nothing is switched or mutated.
+
+Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary, F feed-forward.
+"""
+import glob
+import os
+import pickle
+import re
+import zipfile
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from configurator import die
+
+# ids 0..15 are special in every tokenizer of this project; <s> opens each document, <mask> hides a token
+BOS, MASK, N_SPECIAL = 1, 4, 16
+block_mask = torch.compile(create_block_mask)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# attention masks
+
+def make_mask(segments, positions, prefix):
+    """
+    Who sees whom: the one rule behind every mode. A query sees a key of its own segment (a document of a packed window)
+    or of segment 0 (a context that all segments share), if the key is not in the future or lies among the first `prefix`
+    positions: prefix 0 is causal (AR), T is bidirectional (MD), anything between is a prefix language model.
+    segments, positions: (B, T); prefix: (B,). On CUDA a sparse block mask for FlexAttention, elsewhere (B, 1, T, T).
+    """
+    def rule(b, h, q, k):
+        together = (segments[b, k] == segments[b, q]) | (segments[b, k] == 0)
+        return together & ((positions[b, k] <= positions[b, q]) | (positions[b, k] < prefix[b]))
+    B, T = segments.shape
+    if segments.is_cuda:
+        return block_mask(rule, B, None, T, T, device=segments.device)
+    b, t = (torch.arange(n, device=segments.device) for n in (B, T))
+    return rule(b[:, None, None, None], None, t[:, None], t)
+
+
+def attend(q, k, v, mask):
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the transformer
+
+class Linear(nn.Module):
+    """No bias. Parameters stay fp32; the product is computed in the type of its input."""
+
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+def rotary(positions, K, theta, dtype):
+    """Cosine and sine of the angles by which a head's coordinate pairs (i, i + K/2) turn at each position."""
+    frequency = theta ** -(torch.arange(0, K, 2, device=positions.device) / K)
+    angle = positions[:, None, :, None] * torch.cat((frequency, frequency))  # (B, 1, T, K)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        self.n_head = s.n_head
+        self.q, self.k, self.v, self.o = (Linear(s.n_embd, s.n_embd) for _ in range(4))
+
+    def forward(self, x, cos, sin, mask):
+        B, T, D = x.shape
+        q, k, v = (f(x).view(B, T, self.n_head, -1).transpose(1, 2) for f in (self.q, self.k, self.v))  # (B, H, T, K)
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        return self.o(y.transpose(1, 2).reshape(B, T, D))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        self.gate, self.up, self.down = Linear(s.n_embd, s.n_ff), Linear(s.n_embd, s.n_ff), Linear(s.n_ff, s.n_embd)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        self.attention_norm, self.attention = RMSNorm(s.n_embd, s.norm_eps), Attention(s)
+        self.ff_norm, self.ff = RMSNorm(s.n_embd, s.norm_eps), FeedForward(s)
+
+    def forward(self, x, cos, sin, mask):
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x + self.ff(self.ff_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, s, dtype=torch.float32):
+        super().__init__()
+        self.dtype, self.head_width, self.rope_theta = dtype, s.n_embd // s.n_head, s.rope_theta
+        self.embed = nn.Embedding(s.vocab_size, s.n_embd)
+        self.blocks = nn.ModuleList(Block(s) for _ in range(s.n_layer))
+        self.norm, self.head = RMSNorm(s.n_embd, s.norm_eps), Linear(s.n_embd, s.vocab_size)
+        self.initialize(s.n_embd, s.vocab_size)
+
+    @torch.no_grad()
+    def initialize(self, D, V):
+        """Normal, cut at two sigma: std sqrt(2 / 5D) into a block, damped with depth in the SwiGLU, and 0 out of it, so
+        that every block starts as the identity; sqrt(2 / (D + V)) for embedding and head."""
+        def normal(weight, std):
+            nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+        for i, block in enumerate(self.blocks):
+            for f in (block.attention.q, block.attention.k, block.attention.v):
+                normal(f.weight, (2 / (5 * D)) ** 0.5)
+            for f in (block.ff.gate, block.ff.up):
+                normal(f.weight, (2 / (5 * D)) ** 0.5 * (1 / (2 * (i + 1))) ** 0.5)
+            for f in (block.attention.o, block.ff.down):
+                nn.init.zeros_(f.weight)
+        normal(self.embed.weight, (2 / (D + V)) ** 0.5)
+        normal(self.head.weight, (2 / (D + V)) ** 0.5)
+
+    def hidden(self, tokens, mask, positions):
+        """tokens (B, T), a mask of make_mask, positions (B or 1, T) -> hidden states (B, T, D); state i predicts token
+        i + 1 in every mode (the paper's masked next-token prediction)."""
+        cos, sin = rotary(positions, self.head_width, self.rope_theta, self.dtype)
+        x = self.embed(tokens).to(self.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin, mask)
+        return self.norm(x)
+
+    def loss(self, tokens, targets, weights, prefix, z_loss=0.0):
+        """Of one slot, both objectives alike: the sum of weights * (CE + z_loss * logsumexp^2), and of weights * CE.
+        Documents are told apart by their <s>, which is never masked. prefix: (B,), 0 for AR and T for MD."""
+        B, T = tokens.shape
+        positions = torch.arange(T, device=tokens.device).expand(B, T)
+        segments = 1 + (tokens == BOS).cumsum(1)
+        h = self.hidden(tokens, make_mask(segments, positions, prefix), positions[:1])
+        return HeadLoss.apply(h.flatten(0, 1), self.head.weight, targets.flatten(), weights.flatten(), z_loss)
+
+
+class HeadLoss(torch.autograd.Function):
+    """
+    The head and its loss, chunk by chunk: sum_i w_i (CE_i + z lse_i^2) with h (N, D), head (V, D), targets and w (N,).
+    No more than CHUNK logits exist at a time; their gradient is used up at once, in the forward pass.
+    """
+    CHUNK = 2 ** 24
+
+    @staticmethod
+    def forward(ctx, h, head, targets, w, z):
+        W, size = head.to(h.dtype), max(1, HeadLoss.CHUNK // len(head))
+        loss, ce = torch.zeros(2, device=h.device)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(dh := torch.empty_like(h), dW := torch.zeros_like(head))
+        for h_c, y, w_c, rows in zip(h.split(size), targets[:, None].split(size), w[:, None].split(size),
+                                     torch.arange(len(h)).split(size)):
+            logits = (h_c @ W.T).float()  # (C, V)
+            top, target = logits.amax(-1, keepdim=True), logits.gather(-1, y)
+            e = logits.sub_(top).exp_()
+            total = e.sum(-1, keepdim=True)
+            lse = total.log() + top
+            ce += (w_c * (lse - target)).sum()
+            loss += (w_c * (lse - target + z * lse ** 2)).sum()
+            if any(ctx.needs_input_grad):
+                # d loss / d logits = w ((1 + 2 z lse) softmax - onehot(target))
+                d = e.mul_(w_c * (1 + 2 * z * lse) / total).scatter_add_(-1, y, -w_c).to(h.dtype)
+                dh[rows[0]:rows[-1] + 1] = d @ W
+                dW += d.T @ h_c
+        ctx.mark_non_differentiable(ce)
+        return loss, ce
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        dh, dW = ctx.saved_tensors
+        return dh.mul_(grad), dW.mul_(grad), None, None, None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+def load_checkpoint(path):
+    """The contents of a checkpoint file, or of the newest readable one in a run directory. Nothing in it is executed."""
+    files = [path]
+    if os.path.isdir(path):
+        older = glob.glob(os.path.join(glob.escape(path), "ckpt_[0-9]*.pt"))
+        older.sort(key=lambda f: -int(re.sub(r"\D", "", os.path.basename(f))))
+        files = [os.path.join(path, "ckpt.pt"), *older, os.path.join(path, "ckpt_decay.pt")]
+    for file in filter(os.path.isfile, files):
+        try:
+            with zipfile.ZipFile(file) as archive:  # torch.load would accept a flipped bit
+                if broken := archive.testzip():
+                    raise ValueError(f"checksum of {broken}")
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            if not {"model", "settings", "step", "tokenizer"} <= set(checkpoint):
+                raise ValueError("not a checkpoint of train.py")
+            return checkpoint
+        except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError, TypeError) as error:
+            print(f"skipping {file}, it is damaged: {str(error).splitlines()[0]}")
+    die(f"no readable checkpoint in {path}")

@@ -1,0 +1,301 @@
+"""
+Train a dual-objective language model.
+
+    python train.py config/demo.py                                # one process, CPU or one GPU
+    python train.py config/demo.py --alpha=7/8 --out_dir=out/x    # every setting can be changed
+    python train.py config/demo.py --resume=True                  # go on after a stop: the same final weights
+    torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, also over several hosts
+"""
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+
+from configurator import FREE_ON_RESUME, die, load_settings
+from data import Stream, bytes_per_token, open_data, train_slot, val_batches
+from model import Transformer, load_checkpoint
+from muon import Muon
+
+# ----------------------------------------------------------------------------------------------------------------------
+# settings, device, ranks
+
+s = load_settings(sys.argv[1:], __doc__)
+rank, local_rank, world = (int(os.environ.get(name, default))
+                           for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+device = next(d for d in ("cuda", "mps", "cpu") if has[d]) if s.device == "auto" else s.device
+if not has[device]:
+    die(f"this machine has no {device}: use --device=cpu")
+dtype = torch.bfloat16 if (s.dtype == "auto" and device == "cuda") or s.dtype == "bfloat16" else torch.float32
+S = s.batch_size // s.micro_batch_size  # slots in a step, each one micro-batch of one objective
+if S % world:
+    fits = [n for n in range(1, S + 1) if S % n == 0]
+    die(f"{world} processes cannot share {S} slots (batch_size / micro_batch_size): use one of {fits}")
+accumulation, alpha = S // world, Fraction(s.alpha)
+if device == "cuda":
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+if world > 1:  # a rank that waits longer than this for the others fails
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
+
+
+def say(*words):
+    if rank == 0:
+        print(*words, flush=True)
+
+
+def gather(row):
+    """(world, len(row)): each rank's numbers, known to every rank."""
+    table = torch.zeros(world, len(row), device=device)
+    table[rank] = torch.as_tensor(row)
+    if world > 1:
+        dist.all_reduce(table)
+    return table.cpu()
+
+
+def agree(problem):
+    """Rank 0 met a problem (or None): all ranks end together."""
+    if gather([float(problem is not None)]).any():
+        die(problem)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# data, run directory
+
+data, meta = open_data(s.data_dir, s.vocab_size)
+stream = Stream(*data["train"], s)
+if len(data["val"][0]) <= s.seq_len:
+    die(f"{s.data_dir}/val.bin has {len(data['val'][0]):,} tokens, less than one window of seq_len {s.seq_len:,}")
+with open(os.path.join(s.data_dir, "tokenizer.json"), encoding="utf-8") as f:
+    tokenizer = f.read()
+token_bytes = torch.from_numpy(bytes_per_token(tokenizer))
+
+log_path, ckpt_path = os.path.join(s.out_dir, "log.jsonl"), os.path.join(s.out_dir, "ckpt.pt")
+problem = None
+if rank == 0:
+    os.makedirs(s.out_dir, exist_ok=True)
+    lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        problem = f"another process is training in {s.out_dir}: wait for it, or choose another --out_dir"
+agree(problem)
+resume = s.resume
+if os.path.exists(ckpt_path) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+    resume = True  # torchrun has restarted us
+if os.path.exists(ckpt_path) and not resume:
+    die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model, optimizers, schedule
+
+torch.manual_seed(s.seed)
+model = Transformer(s, dtype).to(device)
+matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+others = [p for p in model.parameters() if p.ndim == 1 or p is model.embed.weight or p is model.head.weight]
+muon = Muon(matrices, s.learning_rate, s.momentum, s.weight_decay, torch.bfloat16 if device == "cuda" else torch.float32)
+adamw = torch.optim.AdamW(others, s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay, fused=device != "mps")
+if s.compile:
+    model.hidden = torch.compile(model.hidden, dynamic=False)
+
+
+def learning_rate(step):
+    """Warmup-stable-decay without the warmup: constant, then linear to 0 over the last decay_steps."""
+    return s.learning_rate * min(1, (s.max_steps - step) / max(s.decay_steps, 1))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# validation, checkpoints, log
+
+@torch.no_grad()
+def validate():
+    """Both held-out losses in nats per token and bits per byte. Batches are dealt to the ranks; any number gives the same."""
+    losses, targets, n_bytes = [], 0, 0
+    for i, pair in enumerate(val_batches(data["val"][0], s)):
+        ar_weights = torch.from_numpy(pair[0][2])  # 1 for each target
+        targets, n_bytes = targets + ar_weights.sum(), n_bytes + token_bytes[pair[0][1][pair[0][2] > 0]].sum()
+        mine = i % world == rank
+        losses += [[model.loss(*(torch.from_numpy(a).to(device) for a in batch))[1].item() if mine else 0.0
+                    for batch in pair]]
+    losses = gather(torch.tensor(losses).flatten()).sum(0).view(-1, 2).double().sum(0)  # (ar, md), in a fixed order
+    val = dict(zip(("val_ar", "val_md"), (losses / targets).tolist()))
+    return val | {f"{k}_bpb": (v * targets / n_bytes / torch.log(torch.tensor(2.0))).item() for k, v in val.items()}
+
+
+def save(name, step):
+    """One file with all that is needed to go on, on any number of devices; complete or absent, never half-written."""
+    momentum, problem = muon.gather_momentum(), None
+    path = os.path.join(s.out_dir, name)
+    if rank == 0:
+        try:
+            with open(path + ".tmp", "wb") as f:
+                torch.save({"model": model.state_dict(), "momentum": momentum, "adamw": adamw.state_dict(), "step": step,
+                            "running": running, "settings": vars(s), "data": meta["files"], "tokenizer": tokenizer}, f)
+                f.flush()
+                os.fsync(f.fileno())
+            if name == "ckpt.pt" and s.keep > 1:  # a second name for the same file; the oldest beyond `keep` go
+                numbered = [int(f[5:-3]) for f in os.listdir(s.out_dir) if f[5:-3].isdigit() and f.startswith("ckpt_")]
+                os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
+                for old in sorted(numbered)[:len(numbered) + 1 - s.keep]:
+                    os.remove(os.path.join(s.out_dir, f"ckpt_{old}.pt"))
+            os.replace(path + ".tmp", path)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            problem = f"could not write {path} at step {step}, the checkpoint before it is intact: {error}"
+            if os.path.exists(path + ".tmp"):
+                os.remove(path + ".tmp")
+    agree(problem)
+
+
+def overfits(records, objective):
+    """The paper's mark of an overfitted run, made exact: after its best, the held-out loss was somewhere more than 2% above
+    it while the training loss (its mean since the validation before) lay below its value at the best."""
+    points, train = [], []
+    for r in records:
+        train += [r[f"train_{objective}"]] if f"train_{objective}" in r else []
+        if f"val_{objective}" in r and train:
+            points, train = points + [(r[f"val_{objective}"], sum(train) / len(train))], []
+    best = min(range(len(points)), key=lambda i: points[i][0], default=0)
+    return any(val > 1.02 * points[best][0] and loss < points[best][1] for val, loss in points[best:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# resume
+
+step, running, records = 0, [0.0] * 4, []  # running: sum and number of AR and of MD losses since the last record
+if resume:
+    ckpt = load_checkpoint(s.out_dir)
+    changed = [f"{k} was {v}, is {getattr(s, k, 'gone')}" for k, v in ckpt["settings"].items()
+               if k not in FREE_ON_RESUME and getattr(s, k, None) != v]
+    if changed or ckpt["data"] != meta["files"]:
+        die(f"{s.out_dir} was trained with other settings or data: {'; '.join(changed) or f'{s.data_dir} has changed'}")
+    model.load_state_dict(ckpt["model"])
+    muon.scatter_momentum(ckpt["momentum"])
+    adamw.load_state_dict(ckpt["adamw"])
+    step, running = ckpt["step"], ckpt["running"]
+    del ckpt
+    with open(log_path) as f:  # what was logged after that checkpoint will be logged again
+        records = [r for r in map(json.loads, f) if r["step"] <= step]
+    say(f"resuming {s.out_dir} at step {step}")
+start, logged = step, records and records[-1]["step"] == step
+if logged:
+    running = [0.0] * 4
+if rank == 0:
+    with open(log_path + ".tmp", "w") as f:
+        f.writelines(json.dumps(r) + "\n" for r in records)
+    os.replace(log_path + ".tmp", log_path)
+    if s.wandb:
+        import wandb
+        wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the loop: one more round than steps, so that the last weights are evaluated and saved as well
+
+R, T = s.repetitions, s.seq_len
+say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {str(dtype)[6:]}; {s.data_dir}: "
+    f"{stream.W * T:,} unique tokens x {R} repetitions")
+say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times"
+    + (f"; {S} slots a step do not divide into {alpha.denominator}ths: the mix alternates over steps" if S % alpha.denominator else ""))
+
+stopped = 0
+def stop(number, frame):  # SIGTERM, Ctrl-C: finish the step, save, exit
+    global stopped
+    stopped = number
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, stop)
+
+pool = ThreadPoolExecutor(1)
+slots = ((t, micro * world + rank) for t in range(step, s.max_steps) for micro in range(accumulation))
+upcoming = (pool.submit(train_slot, stream, s, *slot) for slot in slots)  # prepared in the background, one ahead
+batch, clock, since = next(upcoming, None), time.time(), step
+while True:
+    last = step == s.max_steps
+    due = {name: last or (interval and step % interval == 0) for name, interval in
+           (("eval", s.eval_interval), ("log", s.log_interval), ("save", s.save_interval))}
+    if (due["eval"] or due["log"]) and not logged:
+        tokens, elapsed = s.batch_size * T, time.time() - clock
+        record = {"step": step, "tokens": step * tokens, "lr": learning_rate(step)}
+        record |= {f"train_{k}": running[i] / running[i + 1] for k, i in (("ar", 0), ("md", 2)) if running[i + 1]}
+        line = "".join(f" {k[6:]} {v:.4f}" for k, v in record.items() if k.startswith("train"))
+        if step > since:
+            rate = record["tok_per_s"] = round((step - since) * tokens / elapsed)
+            line += f" | lr {record['lr']:.2e} | {rate:,} tok/s | ETA {timedelta(seconds=(s.max_steps - step) * tokens // rate)}"
+        if due["eval"]:
+            record |= (val := validate())
+            line += " | held-out" + "".join(f" {k} {val[f'val_{k}']:.4f} ({val[f'val_{k}_bpb']:.3f} bits/byte)" for k in ("ar", "md"))
+        if last:
+            shares = [k for k, share in (("ar", alpha), ("md", 1 - alpha)) if share]
+            record |= {"done": True, "overfit": any(overfits(records + [record], k) for k in shares)}
+    else:
+        record = None
+    if step > start or not resume:
+        if s.decay_steps and step == s.max_steps - s.decay_steps:
+            save("ckpt_decay.pt", step)
+        if stopped or (due["save"] and step):
+            save("ckpt.pt", step)
+    if record:  # after the checkpoint: a run whose log says done is done
+        records.append(record)
+        if rank == 0:
+            with open(log_path, "a") as f:
+                f.write(json.dumps(record) + "\n")
+            if s.wandb:
+                wandb.log(record, step=step)
+        say(f"step {step}/{s.max_steps} |{line}")
+        running, clock, since = [0.0] * 4, time.time(), step
+    if last or stopped:
+        break
+    logged = False
+
+    # ---- one step: the gradient is the mean over its S slots, a share alpha of which run AR ----
+    stats = torch.zeros(2, 2, device=device)  # like running
+    for micro in range(accumulation):
+        *arrays, ar = batch.result()
+        x, y, w, prefix = (torch.from_numpy(a).to(device, non_blocking=True) for a in arrays)
+        batch = next(upcoming, None)
+        loss, ce = model.loss(x, y, w, prefix, s.z_loss)
+        # Eq. (5): alpha L_AR + (1 - alpha) L_MD, here as (1 / S) sum over slots
+        (loss * (s.ar_weight if ar else 1.0) / S).backward()
+        stats[0 if ar else 1] += torch.stack((ce, torch.ones_like(ce)))
+
+    # ---- before anything is shared or updated: is every rank sound, was any told to stop? ----
+    norm = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).norm()
+    table = gather(torch.cat((stats.flatten(), norm[None], norm.new_tensor([stopped]))))
+    if not table.isfinite().all():
+        bad = [r for r in range(world) if not table[r].isfinite().all()]
+        die(f"loss or gradient is not finite at step {step} on rank {bad}; nothing was updated, "
+            f"the last checkpoint in {s.out_dir} is intact: try again with a lower learning_rate")
+    stopped = int(table[:, 5].max())
+    running = [a + b for a, b in zip(running, table[:, :4].sum(0).tolist())]
+
+    # ---- sum over ranks: a matrix on its owner, the rest everywhere; then update ----
+    if world > 1:
+        requests = [dist.reduce(p.grad, muon.owner[p], async_op=True) for p in matrices]
+        requests += [dist.all_reduce(p.grad, async_op=True) for p in others]
+        for request in requests:
+            request.wait()
+    if s.grad_clip:
+        complete = [p.grad for p in matrices if muon.owner[p] == rank] + [p.grad for p in others if rank == 0]
+        norm = gather(torch.stack(torch._foreach_norm(complete)).norm()[None]).norm().item()
+        torch._foreach_mul_([p.grad for p in model.parameters()], min(1.0, s.grad_clip / (norm + 1e-6)))
+    for optimizer in (muon, adamw):
+        optimizer.param_groups[0]["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    step += 1
+
+pool.shutdown()
+if world > 1:
+    dist.destroy_process_group()
+if stopped:
+    say(f"stopped at step {step}, saved; go on with --resume=True")
+    sys.exit(128 + stopped)
+say(f"done: {ckpt_path}, {log_path}. Compare with one objective alone:\n"
+    f"  python train.py {' '.join(sys.argv[1:])} --alpha=1 --out_dir={s.out_dir}_ar\n"
+    f"  python train.py {' '.join(sys.argv[1:])} --alpha=0 --out_dir={s.out_dir}_md")
