@@ -10,12 +10,13 @@ import pickle
 import re
 import zipfile
 
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from configurator import die
+from configurator import Settings, die
 
 # ids 0..15 are special in every tokenizer of this project; <s> opens each document, <mask> hides a token
 BOS, MASK, N_SPECIAL = 1, 4, 16
@@ -197,7 +198,16 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# checkpoints
+# devices and checkpoints
+
+def choose_device(device, dtype):
+    """The device and the type of the forward pass; bf16 is for CUDA: CPUs without it are hundreds of times slower."""
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = next(d for d in has if has[d]) if device == "auto" else device
+    if not has[device]:
+        die(f"this machine has no {device}: use --device=cpu")
+    return device, torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else torch.float32
+
 
 def load_checkpoint(path):
     """The contents of a checkpoint file, or of the newest readable one in a run directory. Nothing in it is executed."""
@@ -212,9 +222,26 @@ def load_checkpoint(path):
                 if broken := archive.testzip():
                     raise ValueError(f"checksum of {broken}")
             checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            if not {"model", "settings", "step", "tokenizer"} <= set(checkpoint):
+            if not {"model", "settings", "step"} <= set(checkpoint):
                 raise ValueError("not a checkpoint of train.py")
             return checkpoint
         except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError, TypeError) as error:
             print(f"skipping {file}, it is damaged: {str(error).splitlines()[0]}")
     die(f"no readable checkpoint in {path}")
+
+
+def load_model(path, device="auto", dtype="auto"):
+    """A trained model ready for use, its tokenizer, and the checkpoint it came from (settings as an object)."""
+    checkpoint = load_checkpoint(path)
+    device, dtype = choose_device(device, dtype)
+    try:
+        checkpoint["settings"] = Settings(**checkpoint["settings"])
+        model = Transformer(checkpoint["settings"], dtype)
+        model.load_state_dict(checkpoint["model"])
+        tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
+    except KeyError:
+        die(f"the checkpoint in {path} has no tokenizer")
+    except Exception as error:  # tokenizers raises plain Exceptions
+        die(f"the checkpoint in {path} does not fit this code: {str(error).splitlines()[0]}")
+    tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
+    return model.to(device).eval(), tokenizer, checkpoint

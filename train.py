@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from configurator import FREE_ON_RESUME, die, load_settings
 from data import Stream, bytes_per_token, open_data, train_slot, val_batches
-from model import Transformer, load_checkpoint
+from model import Transformer, choose_device, load_checkpoint
 from muon import Muon
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -30,11 +30,7 @@ from muon import Muon
 s = load_settings(sys.argv[1:], __doc__)
 rank, local_rank, world = (int(os.environ.get(name, default))
                            for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-device = next(d for d in ("cuda", "mps", "cpu") if has[d]) if s.device == "auto" else s.device
-if not has[device]:
-    die(f"this machine has no {device}: use --device=cpu")
-dtype = torch.bfloat16 if (s.dtype == "auto" and device == "cuda") or s.dtype == "bfloat16" else torch.float32
+device, dtype = choose_device(s.device, s.dtype)
 S = s.batch_size // s.micro_batch_size  # slots in a step, each one micro-batch of one objective
 if S % world:
     fits = [n for n in range(1, S + 1) if S % n == 0]
