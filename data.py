@@ -181,8 +181,9 @@ def val_batches(tokens, s):
     T, B, n = s.seq_len, s.micro_batch_size, min(s.eval_tokens, len(tokens) - 1) // s.seq_len
     grid = (random(0, COUNTS).permutation(n) + 0.5) / n
     for first in range(0, n, B):
-        windows = [tokens[i * T:(i + 1) * T + 1].astype(np.int64) for i in range(first, min(first + B, n))]
-        md = [md_example(x0, grid[first + i], random(0, MASKS, first + i)) for i, x0 in enumerate(windows)]
-        on = [np.append(x0[1:-1] >= N_SPECIAL, False) for x0 in windows]
-        ar = [(x0[:-1], maskable) for x0, maskable in zip(windows, on)]
-        yield collate(windows, ar, 0), collate(windows, [(x, w * m.sum()) for (x, w), m in zip(md, on)], T)
+        rows = range(first, first + B)  # the last batch is filled up with windows of weight 0
+        windows = [tokens[i % n * T:i % n * T + T + 1].astype(np.int64) for i in rows]
+        on = [np.append(x0[1:-1] >= N_SPECIAL, False) * (i < n) for i, x0 in zip(rows, windows)]
+        md = [md_example(x0, grid[i % n], random(0, MASKS, i)) for i, x0 in zip(rows, windows)]
+        yield (collate(windows, [(x0[:-1], w) for x0, w in zip(windows, on)], 0),
+               collate(windows, [(xt, w * m.sum()) for (xt, w), m in zip(md, on)], T))

@@ -139,9 +139,9 @@ def save(name, step):
                 os.fsync(f.fileno())
             if name == "ckpt.pt" and s.keep > 1:  # a second name for the same file; the oldest beyond `keep` go
                 numbered = [int(f[5:-3]) for f in os.listdir(s.out_dir) if f[5:-3].isdigit() and f.startswith("ckpt_")]
-                os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
-                for old in sorted(numbered)[:len(numbered) + 1 - s.keep]:
+                for old in sorted({step, *numbered})[:-s.keep] + [step] * (step in numbered):
                     os.remove(os.path.join(s.out_dir, f"ckpt_{old}.pt"))
+                os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
             os.replace(path + ".tmp", path)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             problem = f"could not write {path} at step {step}, the checkpoint before it is intact: {error}"
@@ -177,8 +177,8 @@ if resume:
     adamw.load_state_dict(ckpt["adamw"])
     step, running = ckpt["step"], ckpt["running"]
     del ckpt
-    with open(log_path) as f:  # what was logged after that checkpoint will be logged again
-        records = [r for r in map(json.loads, f) if r["step"] <= step]
+    with open(log_path) as f:  # what was logged after that checkpoint will be logged again; a last line may be torn
+        records = [r for line in f if line.endswith("}\n") for r in [json.loads(line)] if r["step"] <= step]
     say(f"resuming {s.out_dir} at step {step}")
 start, logged = step, records and records[-1]["step"] == step
 if logged:
@@ -200,12 +200,9 @@ say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {de
 say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times"
     + (f"; {S} slots a step do not divide into {alpha.denominator}ths: the mix alternates over steps" if S % alpha.denominator else ""))
 
-stopped = 0
-def stop(number, frame):  # SIGTERM, Ctrl-C: finish the step, save, exit
-    global stopped
-    stopped = number
+signals, stopped = [], 0  # SIGTERM, Ctrl-C: all ranks finish the step, save, exit
 for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, stop)
+    signal.signal(number, lambda number, frame: signals.append(number))
 
 pool = ThreadPoolExecutor(1)
 slots = ((t, micro * world + rank) for t in range(step, s.max_steps) for micro in range(accumulation))
@@ -262,7 +259,7 @@ while True:
 
     # ---- before anything is shared or updated: is every rank sound, was any told to stop? ----
     norm = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).norm()
-    table = gather(torch.cat((stats.flatten(), norm[None], norm.new_tensor([stopped]))))
+    table = gather(torch.cat((stats.flatten(), norm[None], norm.new_tensor(signals[:1] or [0]))))
     if not table.isfinite().all():
         bad = [r for r in range(world) if not table[r].isfinite().all()]
         die(f"loss or gradient is not finite at step {step} on rank {bad}; nothing was updated, "

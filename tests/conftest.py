@@ -11,6 +11,8 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
+torch.set_num_threads(1)
+
 from configurator import Settings, check  # noqa: E402
 from model import Transformer  # noqa: E402
 

@@ -1,0 +1,101 @@
+"""Muon against torch's own, an fp64 textbook loop, and the band it promises."""
+import pytest
+import torch
+
+from muon import Muon, orthogonalize
+
+SHAPES = [(32, 32), (48, 32), (32, 48), (16, 100), (100, 16), (600, 512), (512, 600)]
+
+
+def textbook(G):
+    """The published iteration, one matrix, in fp64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    X = G.double().T if G.size(0) > G.size(1) else G.double()
+    X = X / X.norm()
+    for _ in range(5):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X.T if G.size(0) > G.size(1) else X
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalize_equals_the_textbook(shape):
+    """fp32, square, tall, and wide (the Gram side), as a stack."""
+    torch.manual_seed(0)
+    G = torch.randn(3, *shape)
+    for ours, g in zip(orthogonalize(G), G):
+        torch.testing.assert_close(ours.double(), textbook(g), rtol=1e-4, atol=1e-4)
+
+
+def test_singular_values_lie_in_the_band():
+    torch.manual_seed(0)
+    for shape in [(128, 444), (444, 128), (64, 64)]:
+        G = torch.randn(shape)
+        S = torch.linalg.svdvals(G)
+        if S.min() >= 0.01 * S.norm():
+            values = torch.linalg.svdvals(orthogonalize(G[None])[0])
+            assert 0.5 <= values.min() and values.max() <= 1.5
+    assert torch.linalg.svdvals(torch.randn(128, 444)).min() > 0.01 * 128 ** 0.5  # the band was really tested
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
+@pytest.mark.parametrize("rank", [0, 1, 8, 64])
+def test_no_input_exceeds_the_band(shape, rank):
+    """Rank-deficient, huge, tiny and zero matrices: never above 1.3, never NaN."""
+    torch.manual_seed(1)
+    G = torch.randn(shape[0], rank) @ torch.randn(rank, shape[1])
+    for scale in (1e-12, 1.0, 1e12):
+        assert torch.linalg.svdvals(orthogonalize(scale * G[None])[0]).max() <= 1.3
+
+
+def params(seed=0, shapes=SHAPES):
+    torch.manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def test_agrees_with_torch_in_bf16():
+    """torch.optim.Muon orthogonalises in bf16; so do we on CUDA. Its match_rms_adamw is our scale. Tiny matrices only:
+    this CPU arithmetic is slow."""
+    shapes = [(8, 8), (12, 8), (8, 24)]
+    ours, theirs = params(shapes=shapes), params(shapes=shapes)
+    a = Muon(ours, lr=0.02, momentum=0.9, weight_decay=0.1, dtype=torch.bfloat16)
+    b = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        torch.manual_seed(step)
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+        if step == 0:  # torch's momentum is an average, ours a sum: a factor that orthogonalisation removes
+            for p, q in zip(ours, theirs):
+                torch.testing.assert_close(p, q, rtol=0.02, atol=2e-3)
+
+
+def test_agrees_with_a_textbook_loop():
+    """Ten steps in fp32 against momentum, Nesterov, orthogonalisation, scale and decay written out in fp64."""
+    ours = params()
+    reference = [p.detach().double() for p in ours]
+    momentum = [torch.zeros_like(p) for p in reference]
+    muon = Muon(ours, lr=0.02, momentum=0.95, weight_decay=0.1)
+    for step in range(10):
+        torch.manual_seed(step)
+        gradients = [torch.randn(p.shape) for p in ours]
+        for p, g in zip(ours, gradients):
+            p.grad = g.clone()
+        muon.step()
+        for p, g, m in zip(reference, gradients, momentum):
+            m.mul_(0.95).add_(g.double())
+            update = textbook(g.double() + 0.95 * m) * 0.2 * max(p.shape) ** 0.5
+            p.mul_(1 - 0.02 * 0.1).sub_(0.02 * update)
+    for p, q in zip(ours, reference):
+        torch.testing.assert_close(p.double(), q, rtol=1e-4, atol=1e-4)
+
+
+def test_update_has_the_size_of_adamw():
+    """RMS of an update is about 0.2 lr whatever the shape."""
+    for shape in [(128, 128), (128, 444), (444, 128)]:
+        p = torch.nn.Parameter(torch.zeros(shape))
+        p.grad = torch.randn(shape)
+        Muon([p], lr=1.0, weight_decay=0.0).step()
+        assert 0.15 < p.pow(2).mean().sqrt() < 0.25
