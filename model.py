@@ -20,7 +20,6 @@ from configurator import Settings, die
 
 # ids 0..15 are special in every tokenizer of this project; <s> opens each document, <mask> hides a token
 BOS, MASK, N_SPECIAL = 1, 4, 16
-block_mask = torch.compile(create_block_mask)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -38,7 +37,7 @@ def make_mask(segments, positions, prefix):
         return together & ((positions[b, k] <= positions[b, q]) | (positions[b, k] < prefix[b]))
     B, T = segments.shape
     if segments.is_cuda:
-        return block_mask(rule, B, None, T, T, device=segments.device)
+        return torch.compile(create_block_mask)(rule, B, None, T, T, device=segments.device)
     b, t = (torch.arange(n, device=segments.device) for n in (B, T))
     return rule(b[:, None, None, None], None, t[:, None], t)
 
