@@ -7,7 +7,6 @@ Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary, 
 import glob
 import os
 import pickle
-import re
 import zipfile
 
 import tokenizers
@@ -83,37 +82,24 @@ def rotate(x, cos, sin):
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class Attention(nn.Module):
+class Block(nn.Module):
+    """x + attention, then + SwiGLU, each on a normalised input."""
+
     def __init__(self, s):
         super().__init__()
         self.n_head = s.n_head
+        self.attention_norm, self.ff_norm = RMSNorm(s.n_embd, s.norm_eps), RMSNorm(s.n_embd, s.norm_eps)
         self.q, self.k, self.v, self.o = (Linear(s.n_embd, s.n_embd) for _ in range(4))
+        self.gate, self.up, self.down = Linear(s.n_embd, s.n_ff), Linear(s.n_embd, s.n_ff), Linear(s.n_ff, s.n_embd)
 
     def forward(self, x, cos, sin, mask):
         B, T, D = x.shape
-        q, k, v = (f(x).view(B, T, self.n_head, -1).transpose(1, 2) for f in (self.q, self.k, self.v))  # (B, H, T, K)
+        h = self.attention_norm(x)
+        q, k, v = (f(h).view(B, T, self.n_head, -1).transpose(1, 2) for f in (self.q, self.k, self.v))  # (B, H, T, K)
         y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
-        return self.o(y.transpose(1, 2).reshape(B, T, D))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, s):
-        super().__init__()
-        self.gate, self.up, self.down = Linear(s.n_embd, s.n_ff), Linear(s.n_embd, s.n_ff), Linear(s.n_ff, s.n_embd)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self, s):
-        super().__init__()
-        self.attention_norm, self.attention = RMSNorm(s.n_embd, s.norm_eps), Attention(s)
-        self.ff_norm, self.ff = RMSNorm(s.n_embd, s.norm_eps), FeedForward(s)
-
-    def forward(self, x, cos, sin, mask):
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        return x + self.ff(self.ff_norm(x))
+        x = x + self.o(y.transpose(1, 2).reshape(B, T, D))
+        h = self.ff_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
 class Transformer(nn.Module):
@@ -127,19 +113,17 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, D, V):
-        """Normal, cut at two sigma: std sqrt(2 / 5D) into a block, damped with depth in the SwiGLU, and 0 out of it, so
-        that every block starts as the identity; sqrt(2 / (D + V)) for embedding and head."""
-        def normal(weight, std):
-            nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+        """Normal, cut at two sigma: std sqrt(2 / 5D) into a block, in its SwiGLU damped with depth; 0 out of it, so that
+        every block starts as the identity; sqrt(2 / (D + V)) for embedding and head."""
+        def normal(std, *layers):
+            for layer in layers:
+                nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
         for i, block in enumerate(self.blocks):
-            for f in (block.attention.q, block.attention.k, block.attention.v):
-                normal(f.weight, (2 / (5 * D)) ** 0.5)
-            for f in (block.ff.gate, block.ff.up):
-                normal(f.weight, (2 / (5 * D)) ** 0.5 * (1 / (2 * (i + 1))) ** 0.5)
-            for f in (block.attention.o, block.ff.down):
-                nn.init.zeros_(f.weight)
-        normal(self.embed.weight, (2 / (D + V)) ** 0.5)
-        normal(self.head.weight, (2 / (D + V)) ** 0.5)
+            normal((2 / (5 * D)) ** 0.5, block.q, block.k, block.v)
+            normal((2 / (5 * D)) ** 0.5 * (1 / (2 * (i + 1))) ** 0.5, block.gate, block.up)
+            nn.init.zeros_(block.o.weight)
+            nn.init.zeros_(block.down.weight)
+        normal((2 / (D + V)) ** 0.5, self.embed, self.head)
 
     def hidden(self, tokens, mask, positions):
         """tokens (B, T), a mask of make_mask, positions (B or 1, T) -> hidden states (B, T, D); state i predicts token
@@ -162,31 +146,31 @@ class Transformer(nn.Module):
 
 class HeadLoss(torch.autograd.Function):
     """
-    The head and its loss, chunk by chunk: sum_i w_i (CE_i + z lse_i^2) with h (N, D), head (V, D), targets and w (N,).
-    No more than CHUNK logits exist at a time; their gradient is used up at once, in the forward pass.
+    The head and its loss, sum_i w_i (CE_i + z lse_i^2), with h (N, D), head (V, D), targets and w (N,). No more than CHUNK
+    logits exist at a time: the gradient of a chunk is computed at once, in the forward pass.
     """
     CHUNK = 2 ** 24
 
     @staticmethod
     def forward(ctx, h, head, targets, w, z):
-        W, size = head.to(h.dtype), max(1, HeadLoss.CHUNK // len(head))
         loss, ce = torch.zeros(2, device=h.device)
-        if any(ctx.needs_input_grad):
+        W, size, training = head.to(h.dtype), max(1, HeadLoss.CHUNK // len(head)), any(ctx.needs_input_grad)
+        if training:
             ctx.save_for_backward(dh := torch.empty_like(h), dW := torch.zeros_like(head))
-        for h_c, y, w_c, rows in zip(h.split(size), targets[:, None].split(size), w[:, None].split(size),
-                                     torch.arange(len(h)).split(size)):
-            logits = (h_c @ W.T).float()  # (C, V)
-            top, target = logits.amax(-1, keepdim=True), logits.gather(-1, y)
+        for i in range(0, len(h), size):
+            x, y, w_i = h[i:i + size], targets[i:i + size, None], w[i:i + size, None]
+            logits = (x @ W.T).float()  # (C, V)
+            target, top = logits.gather(-1, y), logits.amax(-1, keepdim=True)
             e = logits.sub_(top).exp_()
             total = e.sum(-1, keepdim=True)
-            lse = total.log() + top
-            ce += (w_c * (lse - target)).sum()
-            loss += (w_c * (lse - target + z * lse ** 2)).sum()
-            if any(ctx.needs_input_grad):
+            lse = top + total.log()
+            ce += (w_i * (lse - target)).sum()
+            loss += (w_i * (lse - target + z * lse ** 2)).sum()
+            if training:
                 # d loss / d logits = w ((1 + 2 z lse) softmax - onehot(target))
-                d = e.mul_(w_c * (1 + 2 * z * lse) / total).scatter_add_(-1, y, -w_c).to(h.dtype)
-                dh[rows[0]:rows[-1] + 1] = d @ W
-                dW += d.T @ h_c
+                d = e.mul_(w_i * (1 + 2 * z * lse) / total).scatter_add_(-1, y, -w_i).to(h.dtype)
+                dh[i:i + size] = d @ W
+                dW += d.T @ x
         ctx.mark_non_differentiable(ce)
         return loss, ce
 
@@ -210,12 +194,10 @@ def choose_device(device, dtype):
 
 def load_checkpoint(path):
     """The contents of a checkpoint file, or of the newest readable one in a run directory. Nothing in it is executed."""
-    files = [path]
-    if os.path.isdir(path):
-        older = glob.glob(os.path.join(glob.escape(path), "ckpt_[0-9]*.pt"))
-        older.sort(key=lambda f: -int(re.sub(r"\D", "", os.path.basename(f))))
-        files = [os.path.join(path, "ckpt.pt"), *older, os.path.join(path, "ckpt_decay.pt")]
-    for file in filter(os.path.isfile, files):
+    if not os.path.exists(path):
+        die(f"no such checkpoint: {path}")
+    files = glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")) if os.path.isdir(path) else [path]
+    for file in sorted(files, key=lambda f: (os.path.basename(f) == "ckpt.pt", os.path.getmtime(f)), reverse=True):
         try:
             with zipfile.ZipFile(file) as archive:  # torch.load would accept a flipped bit
                 if broken := archive.testzip():
@@ -235,8 +217,9 @@ def load_model(path, device="auto", dtype="auto"):
     device, dtype = choose_device(device, dtype)
     try:
         checkpoint["settings"] = Settings(**checkpoint["settings"])
-        model = Transformer(checkpoint["settings"], dtype)
-        model.load_state_dict(checkpoint["model"])
+        with torch.device("meta"):
+            model = Transformer(checkpoint["settings"], dtype)
+        model.load_state_dict(checkpoint["model"], assign=True)
         tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
     except KeyError:
         die(f"the checkpoint in {path} has no tokenizer")

@@ -3,11 +3,13 @@ Train a dual-objective language model.
 
     python train.py config/demo.py                                # one process, CPU or one GPU
     python train.py config/demo.py --alpha=7/8 --out_dir=out/x    # every setting can be changed
-    python train.py config/demo.py --resume=True                  # go on after a stop: the same final weights
+    python train.py config/demo.py --resume=True                  # go on after a stop, to the same final weights
     torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, also over several hosts
 """
 import fcntl
+import glob
 import json
+import math
 import os
 import signal
 import sys
@@ -31,25 +33,27 @@ s = load_settings(sys.argv[1:], __doc__)
 rank, local_rank, world = (int(os.environ.get(name, default))
                            for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 device, dtype = choose_device(s.device, s.dtype)
-S = s.batch_size // s.micro_batch_size  # slots in a step, each one micro-batch of one objective
+S = s.batch_size // s.micro_batch_size  # slots in a step, each a micro-batch of one objective
 if S % world:
-    fits = [n for n in range(1, S + 1) if S % n == 0]
-    die(f"{world} processes cannot share {S} slots (batch_size / micro_batch_size): use one of {fits}")
-accumulation, alpha = S // world, Fraction(s.alpha)
+    die(f"{world} processes cannot share {S} slots (batch_size / micro_batch_size); these numbers can: "
+        + ", ".join(str(n) for n in range(1, S + 1) if S % n == 0))
 if device == "cuda":
     torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.allow_tf32 = True
-if world > 1:  # a rank that waits longer than this for the others fails
+if world > 1:  # a rank that has waited this long for another gives up
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
 
 
-def say(*words):
+def say(text):
     if rank == 0:
-        print(*words, flush=True)
+        print(text, flush=True)
+
+
+def on_device(array):
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def gather(row):
-    """(world, len(row)): each rank's numbers, known to every rank."""
+    """(world, len(row)): the numbers of each rank, known to every rank."""
     table = torch.zeros(world, len(row), device=device)
     table[rank] = torch.as_tensor(row)
     if world > 1:
@@ -58,13 +62,13 @@ def gather(row):
 
 
 def agree(problem):
-    """Rank 0 met a problem (or None): all ranks end together."""
+    """If rank 0 has a problem (not None), all ranks end."""
     if gather([float(problem is not None)]).any():
         die(problem)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# data, run directory
+# data and run directory
 
 data, meta = open_data(s.data_dir, s.vocab_size)
 stream = Stream(*data["train"], s)
@@ -72,22 +76,22 @@ if len(data["val"][0]) <= s.seq_len:
     die(f"{s.data_dir}/val.bin has {len(data['val'][0]):,} tokens, less than one window of seq_len {s.seq_len:,}")
 with open(os.path.join(s.data_dir, "tokenizer.json"), encoding="utf-8") as f:
     tokenizer = f.read()
-token_bytes = torch.from_numpy(bytes_per_token(tokenizer))
+token_bytes = bytes_per_token(tokenizer)
 
-log_path, ckpt_path = os.path.join(s.out_dir, "log.jsonl"), os.path.join(s.out_dir, "ckpt.pt")
-problem = None
+log_path, ckpt_path, problem = os.path.join(s.out_dir, "log.jsonl"), os.path.join(s.out_dir, "ckpt.pt"), None
+has_run = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt")))
+resume = s.resume or (has_run and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)  # torchrun restarted us
 if rank == 0:
-    os.makedirs(s.out_dir, exist_ok=True)
-    lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
     try:
+        os.makedirs(s.out_dir, exist_ok=True)
+        lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         problem = f"another process is training in {s.out_dir}: wait for it, or choose another --out_dir"
+    except OSError as error:
+        problem = str(error)
 agree(problem)
-resume = s.resume
-if os.path.exists(ckpt_path) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-    resume = True  # torchrun has restarted us
-if os.path.exists(ckpt_path) and not resume:
+if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -96,7 +100,7 @@ if os.path.exists(ckpt_path) and not resume:
 torch.manual_seed(s.seed)
 model = Transformer(s, dtype).to(device)
 matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-others = [p for p in model.parameters() if p.ndim == 1 or p is model.embed.weight or p is model.head.weight]
+others = [p for name, p in model.named_parameters() if p.ndim == 1 or not name.startswith("blocks")]
 muon = Muon(matrices, s.learning_rate, s.momentum, s.weight_decay, torch.bfloat16 if device == "cuda" else torch.float32)
 adamw = torch.optim.AdamW(others, s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay, fused=device != "mps")
 if s.compile:
@@ -109,27 +113,24 @@ def learning_rate(step):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# validation, checkpoints, log
+# validation and checkpoints
 
 @torch.no_grad()
 def validate():
-    """Both held-out losses in nats per token and bits per byte. Batches are dealt to the ranks; any number gives the same."""
-    losses, targets, n_bytes = [], 0, 0
-    for i, pair in enumerate(val_batches(data["val"][0], s)):
-        ar_weights = torch.from_numpy(pair[0][2])  # 1 for each target
-        targets, n_bytes = targets + ar_weights.sum(), n_bytes + token_bytes[pair[0][1][pair[0][2] > 0]].sum()
-        mine = i % world == rank
-        losses += [[model.loss(*(torch.from_numpy(a).to(device) for a in batch))[1].item() if mine else 0.0
-                    for batch in pair]]
-    losses = gather(torch.tensor(losses).flatten()).sum(0).view(-1, 2).double().sum(0)  # (ar, md), in a fixed order
-    val = dict(zip(("val_ar", "val_md"), (losses / targets).tolist()))
-    return val | {f"{k}_bpb": (v * targets / n_bytes / torch.log(torch.tensor(2.0))).item() for k, v in val.items()}
+    """Both held-out losses, in nats per token and bits per byte. Batches are dealt to the ranks: any number gives the same."""
+    losses, targets, size = [], 0, 0
+    for i, (ar, md) in enumerate(val_batches(data["val"][0], s)):
+        scored = ar[2] > 0  # the same targets in both
+        targets, size = targets + scored.sum(), size + token_bytes[ar[1][scored]].sum()
+        losses += [model.loss(*map(on_device, batch))[1].item() if i % world == rank else 0.0 for batch in (ar, md)]
+    total = gather(losses).sum(0).double().view(-1, 2).sum(0).tolist()
+    return {f"val_{k}{unit}": nats / n for unit, n in (("", targets), ("_bpb", size * math.log(2)))
+            for k, nats in zip(("ar", "md"), total)}
 
 
-def save(name, step):
-    """One file with all that is needed to go on, on any number of devices; complete or absent, never half-written."""
-    momentum, problem = muon.gather_momentum(), None
-    path = os.path.join(s.out_dir, name)
+def save(name):
+    """One file with all that is needed to go on, on any number of devices; it is complete or it is not there."""
+    path, momentum, problem = os.path.join(s.out_dir, name), muon.gather_momentum(), None
     if rank == 0:
         try:
             with open(path + ".tmp", "wb") as f:
@@ -137,22 +138,22 @@ def save(name, step):
                             "running": running, "settings": vars(s), "data": meta["files"], "tokenizer": tokenizer}, f)
                 f.flush()
                 os.fsync(f.fileno())
-            if name == "ckpt.pt" and s.keep > 1:  # a second name for the same file; the oldest beyond `keep` go
-                numbered = [int(f[5:-3]) for f in os.listdir(s.out_dir) if f[5:-3].isdigit() and f.startswith("ckpt_")]
-                for old in sorted({step, *numbered})[:-s.keep] + [step] * (step in numbered):
+            if name == "ckpt.pt" and s.keep > 1:  # a second name for the same file; only the newest `keep` of these stay
+                kept = {int(f[5:-3]) for f in os.listdir(s.out_dir) if f.startswith("ckpt_") and f[5:-3].isdigit()}
+                for old in sorted(kept | {step})[:-s.keep] + [step] * (step in kept):
                     os.remove(os.path.join(s.out_dir, f"ckpt_{old}.pt"))
                 os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
             os.replace(path + ".tmp", path)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            problem = f"could not write {path} at step {step}, the checkpoint before it is intact: {error}"
+            problem = f"could not write {path} at step {step}; the checkpoint before it is intact ({str(error).splitlines()[0]})"
             if os.path.exists(path + ".tmp"):
                 os.remove(path + ".tmp")
     agree(problem)
 
 
 def overfits(records, objective):
-    """The paper's mark of an overfitted run, made exact: after its best, the held-out loss was somewhere more than 2% above
-    it while the training loss (its mean since the validation before) lay below its value at the best."""
+    """The paper's overfitted run, made exact: at some time after its best, the held-out loss was more than 2% above it, while
+    the training loss (its mean since the validation before) was below its value at the best."""
     points, train = [], []
     for r in records:
         train += [r[f"train_{objective}"]] if f"train_{objective}" in r else []
@@ -165,24 +166,28 @@ def overfits(records, objective):
 # ----------------------------------------------------------------------------------------------------------------------
 # resume
 
-step, running, records = 0, [0.0] * 4, []  # running: sum and number of AR and of MD losses since the last record
+step, running, records = 0, [0.0] * 4, []  # running: sum and number of AR, of MD losses since the last record
 if resume:
     ckpt = load_checkpoint(s.out_dir)
-    changed = [f"{k} was {v}, is {getattr(s, k, 'gone')}" for k, v in ckpt["settings"].items()
+    changed = [f"{k} was {v}, is {getattr(s, k, 'unknown')}" for k, v in ckpt["settings"].items()
                if k not in FREE_ON_RESUME and getattr(s, k, None) != v]
-    if changed or ckpt["data"] != meta["files"]:
-        die(f"{s.out_dir} was trained with other settings or data: {'; '.join(changed) or f'{s.data_dir} has changed'}")
-    model.load_state_dict(ckpt["model"])
-    muon.scatter_momentum(ckpt["momentum"])
-    adamw.load_state_dict(ckpt["adamw"])
+    changed += [f"the data in {s.data_dir}"] if ckpt["data"] != meta["files"] else []
+    if changed:
+        die(f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}")
+    try:
+        model.load_state_dict(ckpt["model"])
+        muon.scatter_momentum(ckpt["momentum"])
+        adamw.load_state_dict(ckpt["adamw"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        die(f"the checkpoint in {s.out_dir} is of another model: {str(error).splitlines()[0]}")
     step, running = ckpt["step"], ckpt["running"]
     del ckpt
-    with open(log_path) as f:  # what was logged after that checkpoint will be logged again; a last line may be torn
-        records = [r for line in f if line.endswith("}\n") for r in [json.loads(line)] if r["step"] <= step]
+    if os.path.exists(log_path):  # what was logged after the checkpoint will be logged again; the last line may be torn
+        with open(log_path) as f:
+            records = [r for line in f if line.endswith("}\n") for r in [json.loads(line)] if r["step"] <= step]
     say(f"resuming {s.out_dir} at step {step}")
-start, logged = step, records and records[-1]["step"] == step
-if logged:
-    running = [0.0] * 4
+start, logged = step, bool(records) and records[-1]["step"] == step
+running = [0.0] * 4 if logged else running
 if rank == 0:
     with open(log_path + ".tmp", "w") as f:
         f.writelines(json.dumps(r) + "\n" for r in records)
@@ -192,82 +197,78 @@ if rank == 0:
         wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the loop: one more round than steps, so that the last weights are evaluated and saved as well
+# the loop: one more round than steps, so that the last weights are evaluated and saved too
 
-R, T = s.repetitions, s.seq_len
+R, T, alpha, accumulation = s.repetitions, s.seq_len, Fraction(s.alpha), S // world
 say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {str(dtype)[6:]}; {s.data_dir}: "
     f"{stream.W * T:,} unique tokens x {R} repetitions")
-say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times"
-    + (f"; {S} slots a step do not divide into {alpha.denominator}ths: the mix alternates over steps" if S % alpha.denominator else ""))
+say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times" + (
+    "" if S % alpha.denominator == 0 else f"; {S} slots a step are no multiple of {alpha.denominator}: the mix alternates over steps"))
 
 signals, stopped = [], 0  # SIGTERM, Ctrl-C: all ranks finish the step, save, exit
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: signals.append(number))
-
 pool = ThreadPoolExecutor(1)
 slots = ((t, micro * world + rank) for t in range(step, s.max_steps) for micro in range(accumulation))
 upcoming = (pool.submit(train_slot, stream, s, *slot) for slot in slots)  # prepared in the background, one ahead
 batch, clock, since = next(upcoming, None), time.time(), step
 while True:
-    last = step == s.max_steps
-    due = {name: last or (interval and step % interval == 0) for name, interval in
-           (("eval", s.eval_interval), ("log", s.log_interval), ("save", s.save_interval))}
-    if (due["eval"] or due["log"]) and not logged:
-        tokens, elapsed = s.batch_size * T, time.time() - clock
+    last, record = step == s.max_steps, None
+    evaluate, log, checkpoint = (last or (every and step % every == 0) for every in (s.eval_interval, s.log_interval, s.save_interval))
+    if (evaluate or log) and not logged:
+        tokens = s.batch_size * T
         record = {"step": step, "tokens": step * tokens, "lr": learning_rate(step)}
         record |= {f"train_{k}": running[i] / running[i + 1] for k, i in (("ar", 0), ("md", 2)) if running[i + 1]}
-        line = "".join(f" {k[6:]} {v:.4f}" for k, v in record.items() if k.startswith("train"))
+        line = f"step {step}/{s.max_steps}" + "".join(f" | {k} {v:.4f}" for k, v in record.items() if k.startswith("train"))
         if step > since:
-            rate = record["tok_per_s"] = round((step - since) * tokens / elapsed)
-            line += f" | lr {record['lr']:.2e} | {rate:,} tok/s | ETA {timedelta(seconds=(s.max_steps - step) * tokens // rate)}"
-        if due["eval"]:
+            record["tok_per_s"] = rate = round((step - since) * tokens / (time.time() - clock))
+            eta = timedelta(seconds=(s.max_steps - step) * tokens // max(rate, 1))
+            line += f" | lr {record['lr']:.2e} | {rate:,} tok/s | ETA {eta}"
+        if evaluate:
             record |= (val := validate())
-            line += " | held-out" + "".join(f" {k} {val[f'val_{k}']:.4f} ({val[f'val_{k}_bpb']:.3f} bits/byte)" for k in ("ar", "md"))
+            line += "".join(f" | val_{k} {val[f'val_{k}']:.4f} = {val[f'val_{k}_bpb']:.3f} bits/byte" for k in ("ar", "md"))
         if last:
-            shares = [k for k, share in (("ar", alpha), ("md", 1 - alpha)) if share]
-            record |= {"done": True, "overfit": any(overfits(records + [record], k) for k in shares)}
-    else:
-        record = None
+            shares = {"ar": alpha, "md": 1 - alpha}
+            record |= {"done": True, "overfit": any(share and overfits(records + [record], k) for k, share in shares.items())}
     if step > start or not resume:
         if s.decay_steps and step == s.max_steps - s.decay_steps:
-            save("ckpt_decay.pt", step)
-        if stopped or (due["save"] and step):
-            save("ckpt.pt", step)
-    if record:  # after the checkpoint: a run whose log says done is done
+            save("ckpt_decay.pt")
+        if stopped or (checkpoint and step):
+            save("ckpt.pt")
+    if record:  # after the checkpoint: a log that says done is right
+        say(line)
         records.append(record)
         if rank == 0:
             with open(log_path, "a") as f:
                 f.write(json.dumps(record) + "\n")
             if s.wandb:
                 wandb.log(record, step=step)
-        say(f"step {step}/{s.max_steps} |{line}")
         running, clock, since = [0.0] * 4, time.time(), step
     if last or stopped:
         break
     logged = False
 
-    # ---- one step: the gradient is the mean over its S slots, a share alpha of which run AR ----
+    # ---- one step: its gradient is the mean over S slots, a share alpha of which are AR ----
     stats = torch.zeros(2, 2, device=device)  # like running
     for micro in range(accumulation):
         *arrays, ar = batch.result()
-        x, y, w, prefix = (torch.from_numpy(a).to(device, non_blocking=True) for a in arrays)
         batch = next(upcoming, None)
-        loss, ce = model.loss(x, y, w, prefix, s.z_loss)
-        # Eq. (5): alpha L_AR + (1 - alpha) L_MD, here as (1 / S) sum over slots
+        loss, ce = model.loss(*map(on_device, arrays), s.z_loss)
+        # Eq. (5): alpha L_AR + (1 - alpha) L_MD
         (loss * (s.ar_weight if ar else 1.0) / S).backward()
         stats[0 if ar else 1] += torch.stack((ce, torch.ones_like(ce)))
 
-    # ---- before anything is shared or updated: is every rank sound, was any told to stop? ----
+    # ---- before anything is shared or updated: is every rank sound, was one told to stop? ----
     norm = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).norm()
     table = gather(torch.cat((stats.flatten(), norm[None], norm.new_tensor(signals[:1] or [0]))))
     if not table.isfinite().all():
         bad = [r for r in range(world) if not table[r].isfinite().all()]
-        die(f"loss or gradient is not finite at step {step} on rank {bad}; nothing was updated, "
-            f"the last checkpoint in {s.out_dir} is intact: try again with a lower learning_rate")
+        die(f"loss or gradient is not finite at step {step} on rank {', '.join(map(str, bad))}; nothing was updated, "
+            f"the last checkpoint in {s.out_dir} is intact: try a lower learning_rate")
     stopped = int(table[:, 5].max())
     running = [a + b for a, b in zip(running, table[:, :4].sum(0).tolist())]
 
-    # ---- sum over ranks: a matrix on its owner, the rest everywhere; then update ----
+    # ---- sum over ranks, a matrix on its owner, the rest everywhere; then update ----
     if world > 1:
         requests = [dist.reduce(p.grad, muon.owner[p], async_op=True) for p in matrices]
         requests += [dist.all_reduce(p.grad, async_op=True) for p in others]
@@ -280,15 +281,14 @@ while True:
     for optimizer in (muon, adamw):
         optimizer.param_groups[0]["lr"] = learning_rate(step)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     step += 1
 
-pool.shutdown()
 if world > 1:
     dist.destroy_process_group()
 if stopped:
-    say(f"stopped at step {step}, saved; go on with --resume=True")
+    say(f"stopped by a signal at step {step}, saved; go on with --resume=True")
     sys.exit(128 + stopped)
-say(f"done: {ckpt_path}, {log_path}. Compare with one objective alone:\n"
+say(f"done: {ckpt_path} and {log_path}. To see what each objective does alone:\n"
     f"  python train.py {' '.join(sys.argv[1:])} --alpha=1 --out_dir={s.out_dir}_ar\n"
     f"  python train.py {' '.join(sys.argv[1:])} --alpha=0 --out_dir={s.out_dir}_md")

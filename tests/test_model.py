@@ -140,7 +140,7 @@ def test_logits_equal_transformers_llama():
              **{k: f"mlp.{k}_proj" for k in ("gate", "up", "down")}}
     state = {}
     for name, p in ours.named_parameters():
-        *path, kind, weight = name.split(".")
+        *path, kind, _ = name.split(".")
         layer = f"model.layers.{path[1]}." if path else ""
         state[f"{layer}{names[kind]}.weight"] = p.detach()
     llama.load_state_dict(state)
