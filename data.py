@@ -30,7 +30,7 @@ def random(*key):
 # a prepared folder
 
 def fingerprint(path, block=2 ** 20, blocks=256):
-    """[size, hash] of a file: of all its bytes up to 256 MiB, of 256 evenly spaced MiB beyond, so it is quick at any size."""
+    """[size, hash]: of the whole file up to 256 MiB, of 256 evenly spaced MiB of a larger one, so quick at any size."""
     size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
     with open(path, "rb") as f:
         for i in range(min(blocks, -(-size // block))):
@@ -40,27 +40,25 @@ def fingerprint(path, block=2 ** 20, blocks=256):
 
 
 def open_data(data_dir, vocab_size):
-    """Returns {split: (tokens, starts)}, both memory-mapped, and the meta data, after checking them against each other."""
-    path, again = os.path.join(data_dir, "meta.json"), "run prepare.py again"
+    """{split: (tokens, starts)}, memory-mapped, and the content of meta.json, after checking one against the other."""
+    path = os.path.join(data_dir, "meta.json")
     if not os.path.isfile(path):
-        make = "python prepare.py" if data_dir == "data/pydocs" else f"python prepare.py --input FILES --out {data_dir}"
-        die(f"no prepared data in {data_dir}; make it with: {make}")
+        files = "" if data_dir == "data/pydocs" else f" --input FILES --out {data_dir}"
+        die(f"no prepared data in {data_dir}; make it with: python prepare.py{files}")
     try:
         with open(path) as f:
             meta = json.load(f)
         if meta["version"] != VERSION:
-            die(f"{path} has format {meta['version']}, this code reads {VERSION}: {again}")
+            die(f"{path} has format {meta['version']}, this code reads {VERSION}: run prepare.py again")
         for name in FILES:
             if fingerprint(os.path.join(data_dir, name)) != meta["files"][name]:
-                die(f"{os.path.join(data_dir, name)} is not the file that {path} describes (truncated or changed): {again}")
+                die(f"{data_dir}/{name} is not the file that meta.json describes (truncated, changed): run prepare.py again")
         if meta["vocab_size"] > vocab_size:
-            die(f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set vocab_size to at least {meta['vocab_size']}")
-    except (ValueError, KeyError, TypeError) as error:
-        die(f"{path} is damaged ({type(error).__name__}: {error}): {again}")
-    except FileNotFoundError as error:
-        die(f"{error.filename} is missing: {again}")
-    return {split: tuple(np.memmap(os.path.join(data_dir, split + end), dtype, "r")
-                         for end, dtype in ((".bin", np.uint16), (".idx", np.uint64))) for split in ("train", "val")}, meta
+            die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
+    return {split: (np.memmap(os.path.join(data_dir, split + ".bin"), np.uint16, "r"),
+                    np.memmap(os.path.join(data_dir, split + ".idx"), np.uint64, "r")) for split in ("train", "val")}, meta
 
 
 def bytes_per_token(tokenizer):
@@ -138,9 +136,10 @@ def ar_example(x0):
 
 def md_example(x0, u, generator):
     """
-    Eq. (4), per token: int_0^1 E[1/t sum of CE over the masked] dt. Its masks of t ~ U(0, 1) hide k ~ U{1..M} of the M
-    maskable tokens, all choices alike, so the integral equals, with no epsilon and less variance, the mean CE over exactly
-    k masked tokens. u in [0, 1) picks k. Never masked: special tokens, x0[0] (nothing predicts it), x0[T] (not an input).
+    Eq. (4), per token: 1/M int_0^1 E[1/t sum of CE over the masked] dt, where t masks each of M tokens. A set of k masks has
+    weight int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)) in it: as if k were uniform on 1..M, the set uniform given k, and the
+    loss the mean CE over its k tokens. So we draw k, by u in [0, 1), and no t: exact, no epsilon, less variance. Never masked:
+    special tokens, x0[0] (nothing predicts it), x0[T] (it is not an input).
     """
     maskable = 1 + np.flatnonzero(x0[1:-1] >= N_SPECIAL)
     k = min(1 + int(u * len(maskable)), len(maskable))

@@ -215,7 +215,7 @@ batch, clock, since = next(upcoming, None), time.time(), step
 while True:
     last, record = step == s.max_steps, None
     evaluate, log, checkpoint = (last or (every and step % every == 0) for every in (s.eval_interval, s.log_interval, s.save_interval))
-    if (evaluate or log) and not logged:
+    if (evaluate or (log and step)) and not logged:
         tokens = s.batch_size * T
         record = {"step": step, "tokens": step * tokens, "lr": learning_rate(step)}
         record |= {f"train_{k}": running[i] / running[i + 1] for k, i in (("ar", 0), ("md", 2)) if running[i + 1]}
