@@ -55,19 +55,17 @@ class Muon(torch.optim.Optimizer):
         for stack in stacks.values():
             mine = [p for p in stack if self.owner[p] == self.rank]
             if mine:
-                self.update(mine, **{k: group[k] for k in ("lr", "momentum", "weight_decay")})
+                self.update(mine, group["lr"], group["momentum"], group["weight_decay"])
             if self.world > 1:  # in the same order on every rank, while the next update is computed
                 requests += [dist.broadcast(p, self.owner[p], async_op=True) for p in stack]
         for request in requests:
             request.wait()
 
     def update(self, params, lr, momentum, weight_decay):
-        m, g = [self.state[p]["momentum"] for p in params], [p.grad for p in params]
-        torch._foreach_mul_(m, momentum)
-        torch._foreach_add_(m, g)
-        torch._foreach_add_(g, m, alpha=momentum)  # Nesterov: g + mu m, in place of the gradient
-        directions = orthogonalize(torch.stack(g).to(self.dtype))
-        for p, direction in zip(params, directions):
+        for p in params:
+            m = self.state[p]["momentum"].mul_(momentum).add_(p.grad)
+            p.grad.add_(m, alpha=momentum)  # Nesterov: g + mu m, in place of the gradient
+        for p, direction in zip(params, orthogonalize(torch.stack([p.grad for p in params]).to(self.dtype))):
             scale = 0.2 * max(p.shape) ** 0.5  # an update of RMS 0.2, as AdamW's typically is
             p.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr * scale)
 

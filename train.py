@@ -20,6 +20,7 @@ from fractions import Fraction
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
 from configurator import FREE_ON_RESUME, die, load_settings
 from data import Stream, bytes_per_token, open_data, train_slot, val_batches
@@ -259,7 +260,7 @@ while True:
         stats[0 if ar else 1] += torch.stack((ce, torch.ones_like(ce)))
 
     # ---- before anything is shared or updated: is every rank sound, was one told to stop? ----
-    norm = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).norm()
+    norm = get_total_norm([p.grad for p in model.parameters()])
     table = gather(torch.cat((stats.flatten(), norm[None], norm.new_tensor(signals[:1] or [0]))))
     if not table.isfinite().all():
         bad = [r for r in range(world) if not table[r].isfinite().all()]
@@ -276,8 +277,9 @@ while True:
             request.wait()
     if s.grad_clip:
         complete = [p.grad for p in matrices if muon.owner[p] == rank] + [p.grad for p in others if rank == 0]
-        norm = gather(torch.stack(torch._foreach_norm(complete)).norm()[None]).norm().item()
-        torch._foreach_mul_([p.grad for p in model.parameters()], min(1.0, s.grad_clip / (norm + 1e-6)))
+        norm = gather(get_total_norm(complete)[None]).norm().item()
+        for p in model.parameters():
+            p.grad.mul_(min(1.0, s.grad_clip / (norm + 1e-6)))
     for optimizer in (muon, adamw):
         optimizer.param_groups[0]["lr"] = learning_rate(step)
         optimizer.step()
