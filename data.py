@@ -26,8 +26,7 @@ def random(*key):
     return np.random.default_rng(key)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# a prepared folder
+# ---- a prepared folder -----------------------------------------------------------------------------------------------
 
 def fingerprint(path, block=2 ** 20, blocks=256):
     """[size, hash]: of the whole file up to 256 MiB, of 256 evenly spaced MiB of a larger one, so quick at any size."""
@@ -70,8 +69,7 @@ def bytes_per_token(tokenizer):
     return table
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the order of the training windows
+# ---- the order of the training windows -------------------------------------------------------------------------------
 
 class Stream:
     """
@@ -120,8 +118,7 @@ class Stream:
         return x
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the two objectives: inputs and weights of a window. Targets are x0[1:] in both: the one shift of the whole project.
+# ---- the two objectives: inputs and weights of a window. Targets are x0[1:] in both: the one shift of the whole project. 
 
 def is_ar(slot, alpha):
     """Slot `slot`, counted over all steps, runs AR; of any `den` consecutive slots exactly `num` do, alpha = num/den."""

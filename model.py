@@ -1,8 +1,7 @@
 """
 The model: one Llama transformer, used causally, bidirectionally, or with a bidirectional prefix. The attention mask
 is an argument, so one set of weights serves every mode and nothing is switched or mutated.
-
-Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary, F feed-forward.
+Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary.
 """
 import glob
 import os
@@ -21,8 +20,7 @@ from configurator import Settings, die
 BOS, MASK, N_SPECIAL = 1, 4, 16
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# attention masks
+# ---- attention masks -------------------------------------------------------------------------------------------------
 
 def make_mask(segments, positions, prefix):
     """
@@ -47,27 +45,20 @@ def attend(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the transformer
+# ---- the transformer -------------------------------------------------------------------------------------------------
 
 class Linear(nn.Module):
-    """No bias. Parameters stay fp32; the product is computed in the type of its input."""
-
     def __init__(self, d_in, d_out):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))  # fp32, whatever the type of the input
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width, eps):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
-
+class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def rotary(positions, K, theta, dtype):
@@ -83,8 +74,6 @@ def rotate(x, cos, sin):
 
 
 class Block(nn.Module):
-    """x + attention, then + SwiGLU, each on a normalised input."""
-
     def __init__(self, s):
         super().__init__()
         self.n_head = s.n_head
@@ -180,8 +169,7 @@ class HeadLoss(torch.autograd.Function):
         return dh.mul_(grad), dW.mul_(grad), None, None, None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# devices and checkpoints
+# ---- devices and checkpoints -----------------------------------------------------------------------------------------
 
 def choose_device(device, dtype):
     """The device and the type of the forward pass; bf16 is for CUDA: CPUs without it are hundreds of times slower."""

@@ -27,8 +27,7 @@ from data import Stream, bytes_per_token, open_data, train_slot, val_batches
 from model import Transformer, choose_device, load_checkpoint
 from muon import Muon
 
-# ----------------------------------------------------------------------------------------------------------------------
-# settings, device, ranks
+# ---- settings, device, ranks -----------------------------------------------------------------------------------------
 
 s = load_settings(sys.argv[1:], __doc__)
 rank, local_rank, world = (int(os.environ.get(name, default))
@@ -68,8 +67,7 @@ def agree(problem):
         die(problem)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# data and run directory
+# ---- data and run directory ------------------------------------------------------------------------------------------
 
 data, meta = open_data(s.data_dir, s.vocab_size)
 stream = Stream(*data["train"], s)
@@ -95,8 +93,7 @@ agree(problem)
 if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
 
-# ----------------------------------------------------------------------------------------------------------------------
-# model, optimizers, schedule
+# ---- model, optimizers, schedule -------------------------------------------------------------------------------------
 
 torch.manual_seed(s.seed)
 model = Transformer(s, dtype).to(device)
@@ -113,8 +110,7 @@ def learning_rate(step):
     return s.learning_rate * min(1, (s.max_steps - step) / max(s.decay_steps, 1))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# validation and checkpoints
+# ---- validation and checkpoints --------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def validate():
@@ -164,8 +160,7 @@ def overfits(records, objective):
     return any(val > 1.02 * points[best][0] and loss < points[best][1] for val, loss in points[best:])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# resume
+# ---- resume ----------------------------------------------------------------------------------------------------------
 
 step, running, records = 0, [0.0] * 4, []  # running: sum and number of AR, of MD losses since the last record
 if resume:
@@ -197,8 +192,7 @@ if rank == 0:
         import wandb
         wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the loop: one more round than steps, so that the last weights are evaluated and saved too
+# ---- the loop: one more round than steps, so that the last weights are evaluated and saved too -----------------------
 
 R, T, alpha, accumulation = s.repetitions, s.seq_len, Fraction(s.alpha), S // world
 say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {str(dtype)[6:]}; {s.data_dir}: "
