@@ -14,8 +14,9 @@ from fractions import Fraction
 import numpy as np
 
 from configurator import die
-from model import BOS, MASK, N_SPECIAL
 
+# ids 0..15 are special in every tokenizer of this project; <s> opens each document, <mask> hides a token
+BOS, MASK, N_SPECIAL = 1, 4, 16
 VERSION = 1
 FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
 SUBSET, EPOCH, COUNTS, MASKS = range(4)  # independent random streams

@@ -15,10 +15,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from configurator import Settings, die
-
-# ids 0..15 are special in every tokenizer of this project; <s> opens each document, <mask> hides a token
-BOS, MASK, N_SPECIAL = 1, 4, 16
-
+from data import BOS, MASK, N_SPECIAL
 
 # ---- attention masks -------------------------------------------------------------------------------------------------
 

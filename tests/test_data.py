@@ -124,7 +124,7 @@ def test_a_million_documents_start_within_a_second():
     lengths = np.random.default_rng(0).integers(50, 1000, 10 ** 6)
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.uint64)
     tokens = np.broadcast_to(np.uint16(20), starts[-1])
-    s = tiny_settings(seq_len=2048, batch_size=8, micro_batch_size=8, max_steps=30000, repetitions=1, alpha="0")
+    s = tiny_settings(seq_len=2048, eval_tokens=4096, batch_size=8, micro_batch_size=8, max_steps=30000, repetitions=1, alpha="0")
     stream = data.Stream(tokens, starts, s)
     begin = time.perf_counter()
     stream.start_epoch(0)
