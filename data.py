@@ -1,7 +1,7 @@
 """
 The data of a run, as pure functions: which tokens, in which order, under which objective, with which masks. Nothing
-here depends on rank, number of devices or history, so a run resumes anywhere from its step alone, and two runs that
-differ in alpha see the same sequences.
+depends on rank, number of devices or history: a run resumes anywhere from its step alone, and runs that differ in alpha
+see the same sequences.
 
 A prepared folder holds train.bin and val.bin (uint16 tokens; every document opens with <s>), train.idx and val.idx
 (uint64: where each document starts, and the end), tokenizer.json and meta.json (counts, sizes, hashes).
@@ -149,16 +149,14 @@ def md_example(x0, u, generator):
 
 def collate(windows, examples, prefix):
     """Inputs, targets, weights: (B, T); prefix: (B,)."""
-    inputs, weights = zip(*examples)
-    return (np.stack(inputs), np.stack(windows)[:, 1:], np.stack(weights).astype(np.float32),
-            np.full(len(windows), prefix))
+    inputs, weights = map(np.stack, zip(*examples))
+    return inputs, np.stack(windows)[:, 1:], weights.astype(np.float32), np.full(len(windows), prefix)
 
 
 def train_slot(stream, s, step, slot):
     """Slot 0 <= slot < S of a step: micro_batch_size sequences, one objective; loss = the mean over its sequences."""
-    B, S, alpha = s.micro_batch_size, s.batch_size // s.micro_batch_size, Fraction(s.alpha)
-    ar = is_ar(step * S + np.arange(S), alpha)
-    first = step * s.batch_size + slot * B
+    B, S, first = s.micro_batch_size, s.batch_size // s.micro_batch_size, step * s.batch_size + slot * s.micro_batch_size
+    ar = is_ar(step * S + np.arange(S), Fraction(s.alpha))
     windows = [stream.window(i) for i in range(first, first + B)]
     if ar[slot]:
         examples = [ar_example(x0) for x0 in windows]

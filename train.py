@@ -62,8 +62,8 @@ def gather(row):
 
 
 def agree(problem):
-    """If rank 0 has a problem (not None), all ranks end."""
-    if gather([float(problem is not None)]).any():
+    """A problem of rank 0 ends all ranks."""
+    if gather([float(bool(problem))]).any():
         die(problem)
 
 
@@ -77,7 +77,7 @@ with open(os.path.join(s.data_dir, "tokenizer.json"), encoding="utf-8") as f:
     tokenizer = f.read()
 token_bytes = bytes_per_token(tokenizer)
 
-log_path, ckpt_path, problem = os.path.join(s.out_dir, "log.jsonl"), os.path.join(s.out_dir, "ckpt.pt"), None
+log_path, ckpt_path, problem = os.path.join(s.out_dir, "log.jsonl"), os.path.join(s.out_dir, "ckpt.pt"), ""
 has_run = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt")))
 resume = s.resume or (has_run and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)  # torchrun restarted us
 if rank == 0:
@@ -85,10 +85,8 @@ if rank == 0:
         os.makedirs(s.out_dir, exist_ok=True)
         lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        problem = f"another process is training in {s.out_dir}: wait for it, or choose another --out_dir"
     except OSError as error:
-        problem = str(error)
+        problem = f"{s.out_dir} is in use by another process, or cannot be written: {error}"
 agree(problem)
 if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
@@ -127,7 +125,7 @@ def validate():
 
 def save(name):
     """One file with all that is needed to go on, on any number of devices; it is complete or it is not there."""
-    path, momentum, problem = os.path.join(s.out_dir, name), muon.gather_momentum(), None
+    path, momentum, problem = os.path.join(s.out_dir, name), muon.gather_momentum(), ""
     if rank == 0:
         try:
             with open(path + ".tmp", "wb") as f:
@@ -195,11 +193,11 @@ if rank == 0:
 # ---- the loop: one more round than steps, so that the last weights are evaluated and saved too -----------------------
 
 R, T, alpha, accumulation = s.repetitions, s.seq_len, Fraction(s.alpha), S // world
-say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {str(dtype)[6:]}; {s.data_dir}: "
-    f"{stream.W * T:,} unique tokens x {R} repetitions")
-say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times" + (
-    "" if S % alpha.denominator == 0 else f"; {S} slots a step are no multiple of {alpha.denominator}: the mix alternates over steps"))
-
+say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {str(dtype)[6:]}; "
+    f"{s.data_dir}: {stream.W * T:,} unique tokens x {R} repetitions")
+say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times")
+if S % alpha.denominator:
+    say(f"{S} slots a step are no multiple of {alpha.denominator}: the mix alternates over steps")
 signals, stopped = [], 0  # SIGTERM, Ctrl-C: all ranks finish the step, save, exit
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: signals.append(number))
