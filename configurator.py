@@ -9,6 +9,7 @@ import inspect
 import os
 import runpy
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +26,7 @@ class Settings:
     seq_len: int = 2048           # tokens in a training window
     rope_theta: float = 160000.0  # base of the rotary frequencies
     norm_eps: float = 1e-7        # RMSNorm epsilon
+    extra_head: bool = False      # the released models' head: linear, tanh-GELU, linear with bias; not for training
     # the run and its two objectives
     data_dir: str = "data/hplt"   # what prepare.py wrote
     out_dir: str = "out/run"      # checkpoints and log.jsonl go here
@@ -42,13 +44,12 @@ class Settings:
     momentum: float = 0.95        # of Muon
     z_loss: float = 1e-4          # weight of logsumexp^2 beside the cross-entropy
     grad_clip: float = 0.0        # largest gradient norm; 0 = off, as in the paper
-    # evaluation, logging, checkpoints; an interval of 0 means only at the end
+    # evaluation, logging, checkpoints, machine; an interval of 0 means only at the end
     eval_interval: int = 256      # steps between validations
     eval_tokens: int = 4194304    # held-out tokens that each validation reads
     save_interval: int = 256      # steps between checkpoints
     log_interval: int = 8         # steps between log lines
     keep: int = 1                 # checkpoints kept beside ckpt_decay.pt
-    # machine
     resume: bool = False          # go on from the newest checkpoint in out_dir
     device: str = "auto"          # "cuda", "mps", "cpu"
     dtype: str = "auto"           # of the forward pass: "bfloat16" on CUDA, "float32" elsewhere
@@ -63,7 +64,9 @@ sys.excepthook = lambda kind, e, trace: die(e) if issubclass(kind, OSError) else
 
 def die(message):
     """A user's mistake, or the machine's refusal (disk full): one line, from one process of a host; exit status 1."""
-    sys.exit(f"error: {message}".replace("\n", " ") if message and not int(os.environ.get("LOCAL_RANK", 0)) else 1)
+    speaks = message and not int(os.environ.get("LOCAL_RANK", 0))
+    time.sleep(0 if speaks else 5)  # torchrun ends all processes with the first: let that be the one that speaks
+    sys.exit(f"error: {message}".replace("\n", " ") if speaks else 1)
 
 
 def suggest(name, names):
@@ -77,14 +80,12 @@ def load_settings(argv, usage):
         sys.exit()
     s, changes = Settings(), []
     for path in (arg for arg in argv if not arg.startswith("--")):
-        if not os.path.isfile(path):
-            die(f"no config file '{path}'{suggest(path, sorted(glob.glob('config/*.py')))}")
         try:
-            values = runpy.run_path(path)
+            changes += [(path, k, v) for k, v in runpy.run_path(path).items()
+                        if k in vars(s) or isinstance(v, (int, float, str)) and not k.startswith("_")]
         except (Exception, SystemExit) as error:
-            die(f"{path}: {type(error).__name__}: {error}")
-        changes += [(path, k, v) for k, v in values.items()
-                    if k in vars(s) or isinstance(v, (int, float, str)) and not k.startswith("_")]
+            missing = f"no config file '{path}'{suggest(path, sorted(glob.glob('config/*.py')))}"
+            die(f"{path}: {type(error).__name__}: {error}" if os.path.isfile(path) else missing)
     for arg in (arg for arg in argv if arg.startswith("--")):
         name, _, value = arg[2:].partition("=")
         with suppress(ValueError, SyntaxError, TypeError):  # strings stay as they are, all others are Python literals

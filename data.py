@@ -178,6 +178,8 @@ def val_batches(tokens, s):
     for first in range(0, n, B):
         rows = range(first, first + B)  # the last batch is filled up with windows of weight 0
         windows = [tokens[i % n * T:i % n * T + T + 1].astype(np.int64) for i in rows]
+        if np.max(windows) >= s.vocab_size:
+            die(f"the held-out text holds token id {np.max(windows)}, but vocab_size is {s.vocab_size}")
         on = [np.append(x0[1:-1] >= N_SPECIAL, False) * (i < n) for i, x0 in zip(rows, windows)]
         md = [md_example(x0, grid[i % n], random(0, MASKS, i)) for i, x0 in zip(rows, windows)]
         yield (collate(windows, [(x0[:-1], w) for x0, w in zip(windows, on)], 0),

@@ -8,6 +8,7 @@ Train a dual-objective language model.
 """
 import fcntl
 import glob
+import io
 import json
 import math
 import os
@@ -30,6 +31,11 @@ from muon import Muon
 # ---- settings, device, ranks -----------------------------------------------------------------------------------------
 
 s = load_settings(sys.argv[1:], __doc__)
+if s.wandb:
+    try:
+        import wandb
+    except ImportError:
+        die("--wandb=True needs a package: pip install wandb")
 rank, local_rank, world = (int(os.environ.get(name, default))
                            for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 device, dtype = choose_device(s.device, s.dtype)
@@ -160,34 +166,36 @@ def overfits(records, objective):
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
-step, running, records = 0, [0.0] * 4, []  # running: sum and number of AR, of MD losses since the last record
+step, running, records, log_size = 0, [0.0] * 4, [], 0  # running: sum and number of AR, of MD losses since the last record
 if resume:
     ckpt = load_checkpoint(s.out_dir)
-    changed = [f"{k} was {v}, is {getattr(s, k, 'unknown')}" for k, v in ckpt["settings"].items()
-               if k not in FREE_ON_RESUME and getattr(s, k, None) != v]
-    changed += [f"the data in {s.data_dir}"] if ckpt["data"] != meta["files"] else []
-    if changed:
-        die(f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}")
     try:
+        changed = [f"{k} was {v}, is {getattr(s, k, 'unknown')}" for k, v in ckpt["settings"].items()
+                   if k not in FREE_ON_RESUME and getattr(s, k, None) != v]
+        if changed or ckpt["data"] != meta["files"]:
+            die(f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed) or f'the data in {s.data_dir}'}")
         model.load_state_dict(ckpt["model"])
         muon.scatter_momentum(ckpt["momentum"])
         adamw.load_state_dict(ckpt["adamw"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        die(f"the checkpoint in {s.out_dir} is of another model: {str(error).splitlines()[0]}")
-    step, running = ckpt["step"], ckpt["running"]
+        step, running = ckpt["step"], ckpt["running"]
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+        die(f"the checkpoint in {s.out_dir} is of another model: {error}")
     del ckpt
-    if os.path.exists(log_path):  # what was logged after the checkpoint will be logged again; the last line may be torn
-        with open(log_path) as f:
-            records = [r for line in f if line.endswith("}\n") for r in [json.loads(line)] if r["step"] <= step]
+    try:
+        with open(log_path, "rb") if os.path.exists(log_path) else io.BytesIO() as f:
+            for line in f:  # what was logged after the checkpoint will be logged again; a last line may be torn
+                if not line.endswith(b"\n") or (record := json.loads(line))["step"] > step:
+                    break
+                records, log_size = records + [record], log_size + len(line)
+    except (ValueError, KeyError, TypeError) as error:
+        die(f"{log_path} is damaged, move it away to go on without it: {error}")
     say(f"resuming {s.out_dir} at step {step}")
 start, logged = step, bool(records) and records[-1]["step"] == step
 running = [0.0] * 4 if logged else running
 if rank == 0:
-    with open(log_path + ".tmp", "w") as f:
-        f.writelines(json.dumps(r) + "\n" for r in records)
-    os.replace(log_path + ".tmp", log_path)
+    with open(log_path, "ab") as f:
+        f.truncate(log_size)
     if s.wandb:
-        import wandb
         wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
 
 # ---- the loop: one more round than steps, so that the last weights are evaluated and saved too -----------------------
@@ -232,8 +240,11 @@ while True:
         say(line)
         records.append(record)
         if rank == 0:
-            with open(log_path, "a") as f:
-                f.write(json.dumps(record) + "\n")
+            try:
+                with open(log_path, "a") as f:
+                    f.write(json.dumps(record) + "\n")
+            except OSError as error:
+                die(f"could not write {log_path}: {error}")
             if s.wandb:
                 wandb.log(record, step=step)
         running, clock, since = [0.0] * 4, time.time(), step
