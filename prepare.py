@@ -1,32 +1,26 @@
 """
-Turn text into a prepared folder: drop duplicates, split, train a byte-level BPE, encode.
+Turn text into a prepared folder: drop duplicates, hold out a share, train a byte-level BPE, encode.
 
     python prepare.py                                                # Python's own documentation -> data/pydocs
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
     zstdcat x.jsonl.zst | python prepare.py --input - --out data/x   # JSON lines on standard input
 
 Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
-They are streamed three times (hash, BPE, encode): memory grows by some 40 bytes per document, not with the text.
+They are streamed, once for each of three passes: memory grows by some 50 bytes per document, not with the text.
 """
 import argparse
-import array
 import ast
-import collections
-import functools
 import glob
 import gzip
 import hashlib
-import io
-import itertools
 import json
-import multiprocessing
 import os
-import re
-import shutil
 import sys
-import sysconfig
+import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import compress, islice, takewhile
+from pathlib import Path
 
 import numpy as np
 import tiktoken
@@ -34,228 +28,198 @@ import tokenizers
 from tqdm import tqdm
 
 from configurator import die
-from data import FILES, VERSION, fingerprint
-from model import BOS, N_SPECIAL
+from data import BOS, FILES, N_SPECIAL, VERSION, fingerprint
 
+FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 SPECIALS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"] + [f"<special_{i}>" for i in range(11)]
 # GPT-2's splitting pattern, which is what tokenizers' ByteLevel uses too
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-BPE_BYTES = 2 ** 30           # the BPE is trained on the first GiB of text
-LINE, CUT = 2 ** 28, 2 ** 16  # longest JSON line; size from which a .txt is cut at the next blank line
-MALFORMED, EMPTY = 0, 1       # stand in for a document's hash
+MALFORMED, EMPTY = 0, 1            # stand in for a document's hash
+LEARN, COMPARE = 2 ** 28, 2 ** 19  # bytes of text that the BPE is trained on; that the two encoders are compared on
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# reading
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 def embedded_corpus():
     """English that every Python has: its help topics, and one document per standard module made of the module's distinct
-    docstrings; read from source with ast, never imported. Tests and site-packages are left out."""
-    root, documents = sysconfig.get_paths()["stdlib"], []
-    for path in sorted(glob.glob(os.path.join(glob.escape(root), "**", "*.py"), recursive=True)):
-        if re.search(r"/(site-packages|dist-packages|tests?|idle_test|lib2to3)/|/test_", path[len(root):]):
-            continue
-        try:
-            with open(path, encoding="utf-8") as f:
-                tree = ast.parse(f.read())
-        except (SyntaxError, ValueError):
-            continue
-        if path.endswith("pydoc_data/topics.py"):
-            documents += ast.literal_eval(tree.body[-1].value).values()
-            continue
-        nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
-        documents.append("\n\n".join(dict.fromkeys(filter(None, map(ast.get_docstring, nodes)))))
-    if sum(map(len, documents)) < 10 ** 6:
+    docstrings; read from source with ast, never imported. Returns JSON lines."""
+    root, texts = os.path.dirname(os.__file__), []
+    for folder, folders, _ in os.walk(root):
+        folders[:] = sorted({*folders} - {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
+        for path in sorted(Path(folder).glob("*.py")):
+            nodes = [ast.parse(path.read_bytes())]
+            if path.match("pydoc_data/topics.py"):
+                texts += ast.literal_eval(nodes[0].body[-1].value).values()
+            for node in nodes:  # the list grows meanwhile; expressions, which are most of a tree, hold no docstring
+                nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+            nodes = [n for n in nodes if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
+            texts.append("\n\n".join(dict.fromkeys(filter(None, map(ast.get_docstring, nodes)))))
+    if sum(map(len, texts)) < 10 ** 6:
         die(f"this Python has no documentation in {root} (a minimal installation?): give your own text with --input")
-    return documents
+    return [json.dumps({"text": text}).encode() + b"\n" for text in texts if text]
 
 
-def read(paths, what):
-    """Documents as they stand in the files, a line of JSON as bytes or a text as str; with a progress bar."""
-    bar = tqdm(total=sum(map(os.path.getsize, paths)), desc=what, unit="B", unit_scale=True, disable=None)
+def unpack_zst(file):
+    import zstandard
+    unpacker = zstandard.ZstdDecompressor(max_window_size=2 ** 31)
+    frame = unpacker.decompressobj()  # one by one: zstandard's own reader takes a truncated file for a complete one
+    while chunk := frame.unused_data or file.read(2 ** 16):
+        frame = unpacker.decompressobj() if frame.eof else frame
+        yield frame.decompress(chunk)
+    if not frame.eof:
+        raise EOFError("it ends in the middle of a frame")
+
+
+def read_file(path):
+    """The documents as they stand in a file: a line of JSON as bytes, a piece of a .txt as str."""
+    if path.endswith(".txt"):
+        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            while piece := file.read(2 ** 16):  # and on to the next blank line, if there is one soon
+                yield piece + "".join(takewhile(str.strip, islice(iter(lambda: file.readline(2 ** 16), ""), 64)))
+        return
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        rest = b""
+        for chunk in unpack_zst(file) if path.endswith(".zst") else iter(lambda: file.read(2 ** 20), b""):
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from filter(bytes.strip, lines)
+            if len(rest) > 2 ** 28:
+                raise ValueError("it has a line without end")
+        yield from filter(bytes.strip, [rest])
+
+
+def read(paths):
     for path in paths:
-        before = bar.n
-        with open(path, "rb") as file:
-            try:
-                if path.endswith(".txt"):
-                    text, piece, size = io.TextIOWrapper(file, encoding="utf-8", newline=""), [], 0
-                    for line in iter(lambda: text.readline(CUT), ""):
-                        piece, size = piece + [line], size + len(line)
-                        if size >= CUT and (not line.strip() or size >= 8 * CUT):
-                            yield "".join(piece)
-                            piece, size = [], 0
-                    yield "".join(piece)
-                else:
-                    lines = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-                    if path.endswith(".zst"):
-                        import zstandard
-                        frames = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-                        lines = io.BufferedReader(frames, 2 ** 20)
-                    for line in iter(lambda: lines.readline(LINE), b""):
-                        yield line
-                        bar.update(before + file.tell() - bar.n)
-            except UnicodeDecodeError:
-                yield b"not UTF-8"
-            except ImportError:
-                die(f"{path} needs a package: pip install zstandard")
-            except Exception as error:  # every format has its own kind
-                die(f"{path} is damaged: {error}")
-        bar.update(before + os.path.getsize(path) - bar.n)
-    bar.close()
+        try:
+            yield from read_file(path)
+        except ImportError:
+            die(f"{path} needs a package: pip install zstandard")
+        except Exception as error:  # every format has its own kind
+            die(f"cannot read {path}: {error}")
 
 
 def parse(raw):
-    """The text of a document; None if there is none, or none that can be encoded (a lone surrogate)."""
+    """The text of a document; None if it is malformed: no JSON with a `text`, or not UTF-8 (a lone surrogate)."""
     try:
-        text = raw if isinstance(raw, str) or not raw.strip() else json.loads(raw)["text"]
-        return str(text.encode() if isinstance(text, str) else text, "utf-8")
-    except (ValueError, KeyError, TypeError, RecursionError):
+        text = raw if isinstance(raw, str) else json.loads(raw)["text"]
+        return str(text.encode(), "utf-8")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# hashing and encoding, on all cores
+# ---- hashing, learning, encoding -------------------------------------------------------------------------------------
 
-@functools.cache
-def encoder(tokenizer_json):
-    """text -> tokens, by `tokenizers` and, several times as fast with equal results, by tiktoken built from its merges."""
-    slow = tokenizers.Tokenizer.from_str(tokenizer_json)
-    slow.encode_special_tokens = True  # a literal <mask> in a text is text
-    plain = [b for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]  # bytes that BPE spells as themselves
-    byte = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)}
-    ranks = {bytes(byte[c] for c in token): i for token, i in slow.get_vocab().items() if i >= N_SPECIAL}
-    fast = tiktoken.Encoding("nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
-
-    def encode_slowly(text):
-        return np.array(slow.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
-
-    def encode(text):
-        if len(text) > 2 ** 16 and re.search(r"\s{65536}", text):  # tiktoken gives up on huge runs of white space
-            return encode_slowly(text)
-        return fast.encode_to_numpy(text).astype(np.uint16)
-    return encode, encode_slowly
+def parallel(function, documents):
+    """function(document) of each, in order, on all cores. Threads will do: the long work does not hold Python's lock."""
+    documents, waiting = iter(documents), []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for batch in iter(lambda: list(islice(documents, 16)), []):
+            waiting.append(pool.submit(lambda batch: list(map(function, batch)), batch))
+            if len(waiting) > 2 * os.cpu_count():  # so that memory does not grow with the text
+                yield from waiting.pop(0).result()
+        for future in waiting:
+            yield from future.result()
 
 
-def hash_batch(batch):
-    return [MALFORMED if text is None else EMPTY if not text else
-            int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in map(parse, batch)]
+def digest(raw):
+    """The hash of a document's text, and its size in bytes."""
+    if (text := parse(raw)) is None or not text.strip():
+        return MALFORMED if text is None else EMPTY, 0
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"), len(text.encode())
 
 
-def encode_batch(batch, tokenizer_json):
-    """<s> and the tokens of each document, and its bytes."""
-    encode, _ = encoder(tokenizer_json)
-    return [(np.append(np.uint16(BOS), encode(text)), len(text.encode())) for text in map(parse, batch)]
+def encoders(bpe, run=2 ** 13):
+    """text -> tokens, by tiktoken built from the merges of `tokenizers`, several times as fast, and by `tokenizers`."""
+    # byte-level BPE spells a byte as a character: itself where that is visible, else the next one from 256 on
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*visible}))}
+    ranks = {bytes(byte[c] for c in token): i for token, i in bpe.get_vocab().items() if i >= N_SPECIAL}
+    tiktok = tiktoken.Encoding("nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
 
+    def slow(text):
+        return np.array(bpe.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
 
-def parallel(pool, function, documents, *args):
-    """function over batches of documents, in order, on all cores, with a few batches in memory at a time."""
-    waiting = collections.deque()
-    for batch in iter(lambda: list(itertools.islice(documents, 64)), []):
-        waiting.append(pool.submit(function, batch, *args))
-        if len(waiting) > 4 * os.cpu_count():
-            yield from waiting.popleft().result()
-    while waiting:
-        yield from waiting.popleft().result()
+    def fast(text):
+        # tiktoken gives up on huge white space and is, in old versions, quadratic in a word: such a run fills a block
+        blocks = (text[i:i + run] for i in range(0, len(text) - run + 1, run))
+        if any(len(block.split(None, 1)) < 2 for block in blocks):
+            return slow(text)
+        return tiktok.encode_to_numpy(text).astype(np.uint16)
+    return fast, slow
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the three passes
 
 def prepare(paths, source, out, vocab_size, val_fraction):
-    pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork"))
-    # 1. hash: which documents are the first of their kind, and which of these are held out
-    hashes = np.array(array.array("Q", parallel(pool, hash_batch, read(paths, "reading"))), dtype=np.uint64)
-    malformed, empty = np.count_nonzero(hashes == MALFORMED), np.count_nonzero(hashes == EMPTY)
+    """Write the files of a prepared folder to `out`, in three passes over the text; returns a report."""
+    # 1. hash: keep the first of equal documents; hold out those with the smallest hashes, at least one
+    hashes, sizes = np.fromiter(parallel(digest, tqdm(read(paths), "hash", disable=None)), np.dtype((np.uint64, 2))).T
+    malformed, order, keep = np.count_nonzero(hashes == MALFORMED), np.argsort(hashes, kind="stable"), hashes > EMPTY
     if malformed > len(hashes) / 100:
-        die(f"{malformed:,} of {len(hashes):,} documents in {source} are no JSON with a `text`, or not UTF-8")
-    keep = np.zeros(len(hashes), dtype=bool)
-    keep[np.unique(hashes, return_index=True)[1]] = True
-    keep &= hashes > EMPTY
-    held_out = keep & ((hashes < val_fraction * 2.0 ** 64) | (hashes == hashes[keep].min(initial=2 ** 64 - 1)))
-    if keep.sum() == held_out.sum():
-        die(f"{source} has {keep.sum()} distinct documents with text, {held_out.sum()} held out: none is left to train on")
+        die(f"{malformed:,} of {len(hashes):,} documents are not UTF-8 or no JSON with a `text`; first number {order[0] + 1:,}")
+    keep[order[1:][hashes[order[1:]] == hashes[order[:-1]]]] = False
+    val = keep & (hashes <= max(val_fraction * 2.0 ** 64, hashes[keep].min(initial=2 ** 64 - 1)))
+    train, sizes = keep & ~val, sizes.copy()
+    del hashes, order  # 24 bytes per document
+    if not train.any():
+        die(f"{keep.sum()} distinct documents with text, {val.sum()} of them held out: none is left to train on")
 
-    # 2. the BPE, from the training documents
-    def training_text():
-        size = 0
-        for raw in itertools.compress(read(paths, "BPE"), keep & ~held_out):
-            yield (text := parse(raw))
-            sample.append(text) if size < 10 ** 6 else None
-            if (size := size + len(text)) > BPE_BYTES:
-                return
-    sample, bpe, byte_level = [], tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    # 2. learn the BPE from the first training documents
+    def texts(size):
+        n = 1 + np.searchsorted(np.cumsum(np.where(train, sizes, 0)), size)
+        return map(parse, compress(tqdm(read(paths), "BPE", n, disable=None), train[:n]))
+    bpe, byte_level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
     bpe.pre_tokenizer, bpe.decoder = byte_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    bpe.train_from_iterator(training_text(), tokenizers.trainers.BpeTrainer(
+    bpe.encode_special_tokens = True  # a literal <mask> in a text is text
+    bpe.train_from_iterator(texts(LEARN), tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=sorted(byte_level.alphabet()), show_progress=False))
-    encode, encode_slowly = encoder(tokenizer_json := bpe.to_str(pretty=True))
-    for text in sample:
-        if not np.array_equal(encode(text), encode_slowly(text)):
-            die(f"tiktoken and tokenizers disagree on {text[:80]!r}: please report this")
+    (out / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
+    encode, slow = encoders(bpe)
+    for text in texts(COMPARE):
+        if not np.array_equal(encode(text), slow(text)):
+            die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
-    # 3. encode; every file under a temporary name until all are complete, meta.json last
-    tmp = {name: os.path.join(out, name + ".tmp") for name in (*FILES, "meta.json")}
-    counts, start = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}, time.time()
-    with open(tmp["tokenizer.json"], "w", encoding="utf-8") as f:
-        f.write(tokenizer_json)
-    files = {name: open(tmp[name], "wb") for name in FILES if name != "tokenizer.json"}
-    documents = parallel(pool, encode_batch, itertools.compress(read(paths, "encoding"), keep), tokenizer_json)
-    for (tokens, size), val in zip(documents, held_out[keep]):
-        split = "val" if val else "train"
-        files[split + ".idx"].write(np.uint64(counts[split]["tokens"]))
-        files[split + ".bin"].write(tokens)
-        for key, n in (("documents", 1), ("tokens", len(tokens)), ("bytes", size)):
-            counts[split][key] += n
-    for name, f in files.items():
-        if name.endswith(".idx"):
-            f.write(np.uint64(counts[name[:-4]]["tokens"]))
-        f.close()
-    seconds = time.time() - start
-    meta = {"version": VERSION, "source": source, "vocab_size": bpe.get_vocab_size(), **counts,
-            "files": {name: fingerprint(tmp[name]) for name in FILES}}
-    with open(tmp["meta.json"], "w") as f:
-        json.dump(meta, f, indent=1)
-    for name in tmp:
-        os.replace(tmp[name], os.path.join(out, name))
-    total = {key: counts["train"][key] + counts["val"][key] for key in counts["val"]}
-    print(f"{out}: {total['documents']:,} documents ({counts['val']['documents']:,} held out), "
-          f"{len(hashes) - malformed - empty - total['documents']:,} duplicates, {malformed:,} malformed and {empty:,} empty dropped\n"
-          f"{total['tokens']:,} tokens of a {meta['vocab_size']:,} BPE, {total['bytes'] / total['tokens']:.2f} bytes/token, "
-          f"encoded at {total['bytes'] / seconds / 1e6:.1f} MB/s; train.bin has hash {meta['files']['train.bin'][1]}")
+    # 3. encode
+    documents, start = compress(tqdm(read(paths), "encode", len(keep), disable=None), keep), time.time()
+    val, sizes, lengths = val[keep], sizes[keep], np.zeros(keep.sum(), np.uint64)
+    with open(out / "train.bin", "wb") as train_bin, open(out / "val.bin", "wb") as val_bin:
+        for i, tokens in enumerate(parallel(lambda raw: np.append(np.uint16(BOS), encode(parse(raw))), documents)):
+            (val_bin if val[i] else train_bin).write(tokens)
+            lengths[i] = len(tokens)
+    speed = sizes.sum() / (time.time() - start) / 1e6
+    meta = {"version": VERSION, "source": source, "vocab_size": bpe.get_vocab_size()}
+    for split, part in (("train", ~val), ("val", val)):
+        np.cumsum(np.append(np.uint64(0), lengths[part])).tofile(out / f"{split}.idx")
+        meta[split] = {"documents": part.sum(), "tokens": lengths[part].sum(), "bytes": sizes[part].sum()}
+    meta["files"] = {name: fingerprint(out / name) for name in FILES}
+    (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
+    return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed and "
+            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens of a {meta['vocab_size']:,} BPE, "
+            f"{sizes.sum() / lengths.sum():.2f} bytes/token, {speed:.1f} MB/s; train.bin has hash {meta['files']['train.bin'][1]}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", default=[], help="files or globs, or - for JSON lines on standard input")
-    parser.add_argument("--out", default="", help="folder to write; data/pydocs without --input")
+    parser.add_argument("--out", help="folder to write; data/pydocs without --input")
     parser.add_argument("--vocab_size", type=int, default=1024, help="entries of the BPE, at most 65,535 (paper: 51200)")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="share of documents held out, by their hash")
     args = parser.parse_args()
-    if not N_SPECIAL + 256 <= args.vocab_size <= 65535:
-        die(f"--vocab_size must be from {N_SPECIAL + 256} (special tokens and bytes) to 65535, got {args.vocab_size}")
-    if not 0 <= args.val_fraction < 1:
-        die(f"--val_fraction is a share of the documents, from 0 to less than 1, got {args.val_fraction}")
-    if args.input and not args.out:
-        die("say where to put the prepared data: --out data/NAME")
-    out, spool = args.out or "data/pydocs", None
-    os.makedirs(out, exist_ok=True)
-    if args.input in ([], ["-"]):  # what is no file becomes one for a while
-        spool = os.path.join(out, "spool.jsonl")
-        with open(spool, "wb") as f:
-            if args.input:
-                shutil.copyfileobj(sys.stdin.buffer, f)
-            else:
-                f.writelines(json.dumps({"text": text}).encode() + b"\n" for text in embedded_corpus())
-        paths, source = [spool], "standard input" if args.input else f"documentation of Python {sys.version.split()[0]}"
-    else:
-        paths, source = [p for pattern in args.input for p in sorted(glob.glob(pattern, recursive=True)) or [pattern]], args.input
-    for path in paths:
-        if not os.path.isfile(path):
-            die(f"no such file: {path}")
-        if not path.endswith((".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")):
-            die(f"{path}: expected a .txt, .jsonl, .jsonl.gz or .jsonl.zst file")
-    try:
-        prepare(paths, source, out, args.vocab_size, args.val_fraction)
-    finally:
-        for name in ["spool.jsonl"] + [name + ".tmp" for name in (*FILES, "meta.json")]:
-            if os.path.exists(path := os.path.join(out, name)):
-                os.remove(path)
+    paths = [path for pattern in args.input for path in sorted(glob.glob(pattern, recursive=True)) or [pattern]]
+    for holds, message in (
+            (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size is from {N_SPECIAL + 256} (special tokens, bytes) to 65535"),
+            (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
+            (args.out or not args.input, "say where to put the prepared data: --out data/NAME"),
+            *((path == "-" or os.path.isfile(path), f"no such file: {path}") for path in paths),
+            *((path == "-" or path.endswith(FORMATS), f"{path} is none of {' '.join(FORMATS)}") for path in paths)):
+        if not holds:
+            die(message)
+    out, source = Path(args.out or "data/pydocs"), args.input or f"documentation of Python {sys.version.split()[0]}"
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
+        spool = os.path.join(folder, "spool.jsonl")
+        if not paths or "-" in paths:  # what is no file becomes one
+            with open(spool, "wb") as f:
+                f.writelines(open(0, "rb") if paths else embedded_corpus())
+        paths = [spool if path == "-" else path for path in paths or ["-"]]
+        report = prepare(paths, source, Path(folder), args.vocab_size, args.val_fraction)
+        for name in (*FILES, "meta.json"):  # the last one vouches for the others
+            os.replace(os.path.join(folder, name), out / name)
+    print(f"{out}: {report}")
