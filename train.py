@@ -217,17 +217,14 @@ while True:
     last, record = step == s.max_steps, None
     evaluate, log, checkpoint = (last or (every and step % every == 0) for every in (s.eval_interval, s.log_interval, s.save_interval))
     if (evaluate or (log and step)) and not logged:
-        tokens = s.batch_size * T
+        tokens, seconds = s.batch_size * T, time.time() - clock
         record = {"step": step, "tokens": step * tokens, "lr": learning_rate(step)}
         record |= {f"train_{k}": running[i] / running[i + 1] for k, i in (("ar", 0), ("md", 2)) if running[i + 1]}
-        line = f"step {step}/{s.max_steps}" + "".join(f" | {k} {v:.4f}" for k, v in record.items() if k.startswith("train"))
+        record |= {"tok_per_s": round((step - since) * tokens / seconds)} if step > since else {}
+        record |= validate() if evaluate else {}
+        line = " | ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in record.items())
         if step > since:
-            record["tok_per_s"] = rate = round((step - since) * tokens / (time.time() - clock))
-            eta = timedelta(seconds=(s.max_steps - step) * tokens // max(rate, 1))
-            line += f" | lr {record['lr']:.2e} | {rate:,} tok/s | ETA {eta}"
-        if evaluate:
-            record |= (val := validate())
-            line += "".join(f" | val_{k} {val[f'val_{k}']:.4f} = {val[f'val_{k}_bpb']:.3f} bits/byte" for k in ("ar", "md"))
+            line += f" | ETA {timedelta(seconds=round((s.max_steps - step) * seconds / (step - since)))}"
         if last:
             shares = {"ar": alpha, "md": 1 - alpha}
             record |= {"done": True, "overfit": any(share and overfits(records + [record], k) for k, share in shares.items())}
