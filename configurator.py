@@ -112,8 +112,10 @@ def check(s):
     alpha, fit = Fraction(-1), max(s.batch_size // s.micro_batch_size, 1) * s.micro_batch_size
     with suppress(ValueError, ZeroDivisionError):  # auto: 63/64 up to 16 repetitions, then 16 repetitions for AR
         alpha = min(Fraction(63, 64), Fraction(16, s.repetitions)) if s.alpha == "auto" else Fraction(s.alpha)
+    share = alpha.limit_denominator(4096)
     for holds, name, rule in (
             (0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto"),
+            (share == alpha or share not in (0, 1), "alpha", "0, 1, or at least 1/4096 away from them"),
             (s.n_embd % (2 * s.n_head) == 0, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)"),
             (s.batch_size == fit, "batch_size", f"a multiple of micro_batch_size: {fit} or {fit + s.micro_batch_size}"),
             (2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens {s.eval_tokens}"),
@@ -122,5 +124,5 @@ def check(s):
             (s.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")):
         if not holds:
             die(f"'{name}' must be {rule}; got {getattr(s, name)}")
-    s.alpha = str(alpha.limit_denominator(4096))
+    s.alpha = str(share)
     return s

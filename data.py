@@ -9,6 +9,7 @@ A prepared folder holds train.bin and val.bin (uint16 tokens; every document ope
 import hashlib
 import json
 import os
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -115,7 +116,7 @@ class Stream:
             offset = self.begin[d] - self.bounds[d]
             x[start - a:end - a] = self.tokens[start + offset:end + offset]
         if x.max() >= self.vocab_size:
-            die(f"the corpus holds token id {x.max()}, but vocab_size is {self.vocab_size}")
+            sys.exit(f"error: the corpus holds token id {x.max()}, but vocab_size is {self.vocab_size}")  # of any rank
         return x
 
 

@@ -12,6 +12,8 @@ import io
 import json
 import math
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ from fractions import Fraction
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from configurator import FREE_ON_RESUME, die, load_settings
 from data import Stream, bytes_per_token, open_data, train_slot, val_batches
@@ -83,16 +85,19 @@ with open(os.path.join(s.data_dir, "tokenizer.json"), encoding="utf-8") as f:
     tokenizer = f.read()
 token_bytes = bytes_per_token(tokenizer)
 
-log_path, ckpt_path, problem = os.path.join(s.out_dir, "log.jsonl"), os.path.join(s.out_dir, "ckpt.pt"), ""
+log_path, problem = os.path.join(s.out_dir, "log.jsonl"), ""
 has_run = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt")))
-resume = s.resume or (has_run and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)  # torchrun restarted us
+restarted = gather([float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]).any()  # by torchrun, on some host
+resume = s.resume or bool(has_run and restarted)
 if rank == 0:
+    os.makedirs(s.out_dir, exist_ok=True)
+    lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
     try:
-        os.makedirs(s.out_dir, exist_ok=True)
-        lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        problem = f"{s.out_dir} is in use by another process, or cannot be written: {error}"
+    except BlockingIOError:
+        problem = f"another process is training in {s.out_dir}: wait for it, or choose another --out_dir"
+    except OSError:
+        say(f"the file system of {s.out_dir} has no locks: do not train in it twice at once")
 agree(problem)
 if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
@@ -106,6 +111,8 @@ others = [p for name, p in model.named_parameters() if p.ndim == 1 or not name.s
 muon = Muon(matrices, s.learning_rate, s.momentum, s.weight_decay, torch.bfloat16 if device == "cuda" else torch.float32)
 adamw = torch.optim.AdamW(others, s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay, fused=device != "mps")
 if s.compile:
+    if device == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
+        die("torch.compile needs a C++ compiler on a CPU: use --compile=False")
     model.hidden = torch.compile(model.hidden, dynamic=False)
 
 
@@ -141,7 +148,7 @@ def save(name):
                 os.fsync(f.fileno())
             if name == "ckpt.pt" and s.keep > 1:  # a second name for the same file; only the newest `keep` of these stay
                 kept = {int(f[5:-3]) for f in os.listdir(s.out_dir) if f.startswith("ckpt_") and f[5:-3].isdigit()}
-                for old in sorted(kept | {step})[:-s.keep] + [step] * (step in kept):
+                for old in kept - set(sorted(k for k in kept if k < step)[1 - s.keep:]):
                     os.remove(os.path.join(s.out_dir, f"ckpt_{old}.pt"))
                 os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
             os.replace(path + ".tmp", path)
@@ -166,7 +173,8 @@ def overfits(records, objective):
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
-step, running, records, log_size = 0, [0.0] * 4, [], 0  # running: sum and number of AR, of MD losses since the last record
+step, records, log_size = 0, [], 0
+running = [0.0] * 4  # since the last record: the sum of AR losses, their number, the same for MD
 if resume:
     ckpt = load_checkpoint(s.out_dir)
     try:
@@ -192,6 +200,8 @@ if resume:
     say(f"resuming {s.out_dir} at step {step}")
 start, logged = step, bool(records) and records[-1]["step"] == step
 running = [0.0] * 4 if logged else running
+if (gather([step, logged]) != gather([step, logged])[0]).any():
+    die(f"the processes see different checkpoints: {s.out_dir} must be on a file system that all hosts share")
 if rank == 0:
     with open(log_path, "ab") as f:
         f.truncate(log_size)
@@ -206,28 +216,37 @@ say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {de
 say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times")
 if S % alpha.denominator:
     say(f"{S} slots a step are no multiple of {alpha.denominator}: the mix alternates over steps")
-signals, stopped = [], 0  # SIGTERM, Ctrl-C: all ranks finish the step, save, exit
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, frame: signals.append(number))
+
+
+def stop(number, frame):
+    """SIGTERM or Ctrl-C on any rank: all finish the step, save and exit."""
+    say("stopping after this step ...")
+    signals.append(number)
+
+
+signals, stopped = [], 0
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
 pool = ThreadPoolExecutor(1)
 slots = ((t, micro * world + rank) for t in range(step, s.max_steps) for micro in range(accumulation))
 upcoming = (pool.submit(train_slot, stream, s, *slot) for slot in slots)  # prepared in the background, one ahead
 batch, clock, since = next(upcoming, None), time.time(), step
 while True:
     last, record = step == s.max_steps, None
-    evaluate, log, checkpoint = (last or (every and step % every == 0) for every in (s.eval_interval, s.log_interval, s.save_interval))
+    evaluate, log, checkpoint = (last or (every and step % every == 0)
+                                 for every in (s.eval_interval, s.log_interval, s.save_interval))
     if (evaluate or (log and step)) and not logged:
         tokens, seconds = s.batch_size * T, time.time() - clock
         record = {"step": step, "tokens": step * tokens, "lr": learning_rate(step)}
         record |= {f"train_{k}": running[i] / running[i + 1] for k, i in (("ar", 0), ("md", 2)) if running[i + 1]}
         record |= {"tok_per_s": round((step - since) * tokens / seconds)} if step > since else {}
         record |= validate() if evaluate else {}
-        line = " | ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in record.items())
+        line = " | ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in record.items())
         if step > since:
             line += f" | ETA {timedelta(seconds=round((s.max_steps - step) * seconds / (step - since)))}"
         if last:
-            shares = {"ar": alpha, "md": 1 - alpha}
-            record |= {"done": True, "overfit": any(share and overfits(records + [record], k) for k, share in shares.items())}
+            trained = [k for k, share in (("ar", alpha), ("md", 1 - alpha)) if share]
+            record |= {"done": True, "overfit": any(overfits(records + [record], k) for k in trained)}
     if step > start or not resume:
         if s.decay_steps and step == s.max_steps - s.decay_steps:
             save("ckpt_decay.pt")
@@ -250,7 +269,7 @@ while True:
     logged = False
 
     # ---- one step: its gradient is the mean over S slots, a share alpha of which are AR ----
-    stats = torch.zeros(2, 2, device=device)  # like running
+    stats = torch.zeros(2, 2, device=device)  # sum of losses, their number; of AR and of MD
     for micro in range(accumulation):
         *arrays, ar = batch.result()
         batch = next(upcoming, None)
@@ -277,9 +296,8 @@ while True:
             request.wait()
     if s.grad_clip:
         complete = [p.grad for p in matrices if muon.owner[p] == rank] + [p.grad for p in others if rank == 0]
-        norm = gather(get_total_norm(complete)[None]).norm().item()
-        for p in model.parameters():
-            p.grad.mul_(min(1.0, s.grad_clip / (norm + 1e-6)))
+        norm = gather(get_total_norm(complete)[None]).norm()
+        clip_grads_with_norm_(model.parameters(), s.grad_clip, norm)
     for optimizer in (muon, adamw):
         optimizer.param_groups[0]["lr"] = learning_rate(step)
         optimizer.step()
@@ -288,9 +306,9 @@ while True:
 
 if world > 1:
     dist.destroy_process_group()
-if stopped:
+if not last:
     say(f"stopped by a signal at step {step}, saved; go on with --resume=True")
     sys.exit(128 + stopped)
-say(f"done: {ckpt_path} and {log_path}. To see what each objective does alone:\n"
-    f"  python train.py {' '.join(sys.argv[1:])} --alpha=1 --out_dir={s.out_dir}_ar\n"
-    f"  python train.py {' '.join(sys.argv[1:])} --alpha=0 --out_dir={s.out_dir}_md")
+command = "  python train.py " + shlex.join(arg for arg in sys.argv[1:] if not arg.startswith("--resume"))
+say(f"done, see {s.out_dir}. What each objective does alone:\n{command} --alpha=1 --out_dir={s.out_dir}_ar\n"
+    f"{command} --alpha=0 --out_dir={s.out_dir}_md")

@@ -7,7 +7,7 @@ import pytest
 
 import data
 from conftest import tiny_settings
-from model import BOS, N_SPECIAL
+from data import BOS, MASK, N_SPECIAL
 
 
 def make_corpus(n_documents, seed=0):
@@ -60,6 +60,7 @@ def test_epochs_repack_and_reshuffle_the_same_documents():
     epochs = [[tuple(stream.window(e * stream.W + i)) for i in range(stream.W)] for e in range(4)]
     assert len({tuple(sorted(t for w in e for t in w[:-1])) for e in epochs}) == 1
     assert len(set(epochs[0]) & set(epochs[1])) < stream.W / 2 and epochs[0] != epochs[1]
+    assert (np.diff(stream.shuffled) != 1).any()
 
 
 def test_order_depends_on_seed_and_index_alone():
@@ -103,6 +104,8 @@ def test_validation_scores_the_same_targets_in_both_modes():
         assert (wt[~real] == 0).all() and not w[:, -1].any() and not (w[y == BOS]).any()
         np.testing.assert_allclose(wt.sum(1), w.sum(1), rtol=1e-5)
         assert x.shape == (2, 32)
+        np.testing.assert_array_equal((xt == MASK)[real, 1:], wt[real, :-1] > 0)  # scored is what is masked, one to the left
+        assert np.array_equal(x[:, 1:], y[:, :-1]) and (xt[:, 0] == x[:, 0]).all()
     assert n == 31
     again = list(data.val_batches(tokens, tiny_settings(vocab_size=65535, eval_tokens=31 * 32, seed=7)))
     assert all(np.array_equal(a, b) for p, q in zip(data.val_batches(tokens, s), again) for u, v in zip(p, q) for a, b in zip(u, v))

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 import model as model_file
 from configurator import Settings
 from conftest import random_model, tiny_settings
-from model import BOS, HeadLoss, Transformer, make_mask
+from data import BOS
+from model import HeadLoss, Transformer, make_mask
 
 T = 16
 TOKENS = torch.tensor([[30, 31, 32, BOS, 40, 41, 42, 43, 44, BOS, 50, 51, 52, 53, 54, 55]])  # three documents

@@ -11,7 +11,7 @@ def textbook(G):
     """The published iteration, one matrix, in fp64."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.double().T if G.size(0) > G.size(1) else G.double()
-    X = X / X.norm()
+    X = X / X.norm().clamp(min=1e-7)
     for _ in range(5):
         A = X @ X.T
         X = a * X + (b * A + c * A @ A) @ X

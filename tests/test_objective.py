@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import data
 from conftest import random_model, tiny_settings
-from model import BOS, MASK, N_SPECIAL
+from data import BOS, MASK, N_SPECIAL
 
 DOCUMENT = np.array([BOS, 20, 33, 21, 47, BOS])  # <s>, four tokens, and the <s> that closes the window
 
@@ -159,6 +159,16 @@ def test_counts_are_stratified_over_the_step():
             shares += list(((x == MASK).sum(1) - 0.5) / M)
     assert len(shares) == 6
     assert (np.abs(np.sort(shares) - (np.arange(6) + 0.5) / 6) < 1 / 6).all()
+
+
+def test_counts_are_unbiased():
+    """With one MD sequence in a step its k is uniform on 1..M: the grid is jittered anew in every step."""
+    s = tiny_settings(alpha="0", batch_size=1, micro_batch_size=1, max_steps=2000, repetitions=2000, decay_steps=0)
+    stream, u = synthetic_stream(s), []
+    for step in range(2000):
+        x, y, *_ = data.train_slot(stream, s, step, 0)
+        u.append(((x == MASK).sum() - 0.5) / (y[:, :-1] >= N_SPECIAL).sum())
+    assert abs(np.mean(u) - 0.5) < 5 * (1 / 12 / 2000) ** 0.5 and np.std(u) > 0.25
 
 
 @pytest.mark.parametrize("den", range(1, 257))

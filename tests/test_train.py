@@ -9,7 +9,8 @@ import torch
 
 import data
 from conftest import ROOT, flags, random_model, read_log, run, tiny_settings, torchrun
-from model import N_SPECIAL, Transformer, load_model, make_mask
+from data import N_SPECIAL
+from model import Transformer, load_model, make_mask
 from muon import Muon
 from test_objective import synthetic_stream
 
@@ -152,10 +153,14 @@ def test_resume_on_another_number_of_ranks(whole, corpus):
 
 
 def test_grad_clip_over_ranks(corpus):
-    """Clipping uses the norm of the whole gradient: one and two processes agree, and it does something."""
+    """Clipping uses the norm of the whole gradient: one and two processes agree, and it does something (Adam and Muon
+    are blind to a constant factor, but not to one that changes from step to step)."""
     train(corpus, "out/clip1", grad_clip=0.01, max_steps=2)
     train(corpus, "out/clip2", grad_clip=0.01, max_steps=2, n=2)
     assert_close(weights(corpus / "out/clip1"), weights(corpus / "out/clip2"))
+    train(corpus, "out/clip0", max_steps=2)
+    a, b = weights(corpus / "out/clip0"), weights(corpus / "out/clip1")
+    assert any((a[k] - b[k]).norm() > 1e-3 * a[k].norm() for k in a)
 
 
 def test_keep_and_decay_checkpoints(corpus):
@@ -173,6 +178,12 @@ def test_keep_and_decay_checkpoints(corpus):
         (folder / name).write_bytes(content)
     output = train(corpus, "out/keep", "--resume=True", keep=2, save_interval=1, max_steps=5, decay_steps=2)
     assert "skipping out/keep/ckpt.pt" in output and "at step 4" in output
+    # the same with only the oldest left: newer numbers, which are damaged, give way
+    for name in ("ckpt.pt", "ckpt_4.pt", "ckpt_5.pt"):
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+    output = train(corpus, "out/keep", "--resume=True", keep=2, save_interval=1, max_steps=5, decay_steps=2)
+    assert "at step 3" in output and sorted(f.name for f in folder.glob("ckpt_?.pt")) == ["ckpt_4.pt", "ckpt_5.pt"]
 
 
 def test_ar_weight(whole, corpus):
@@ -233,3 +244,37 @@ def test_one_batch_can_be_learned():
             o.step()
             o.zero_grad()
     assert max(losses) < 0.1
+
+
+def test_against_a_plain_loop(corpus):
+    """Three steps of train.py equal a loop written out here: slots, weights of the objectives, z-loss, decay, which optimizer
+    has which parameters, AdamW's constants; with fp64 Newton-Schulz and torch's own AdamW."""
+    from test_muon import textbook
+    changes = dict(alpha="3/4", ar_weight=2.0, z_loss=0.1, max_steps=3, decay_steps=2, weight_decay=0.5, momentum=0.8)
+    train(corpus, "out/plain", **changes)
+    s = tiny_settings(**changes)
+    torch.manual_seed(s.seed)
+    model = Transformer(s)
+    tokens, starts = (np.fromfile(corpus / f"data/tiny/train.{end}", kind) for end, kind in (("bin", "u2"), ("idx", "u8")))
+    stream = data.Stream(tokens, starts, s)
+    state = dict(model.named_parameters())
+    hidden = {k: p for k, p in state.items() if k.startswith("blocks") and "norm" not in k}
+    adamw = torch.optim.AdamW([p for k, p in state.items() if k not in hidden], betas=(0.9, 0.95), weight_decay=0.5)
+    momentum = {k: torch.zeros_like(p) for k, p in hidden.items()}
+    for step, lr in enumerate((0.007, 0.007, 0.0035)):
+        for slot in range(4):
+            x, y, w, prefix, ar = data.train_slot(stream, s, step, slot)
+            assert ar == ((step * 4 + slot) * 3 % 4 < 3)
+            x, y, w = map(torch.as_tensor, (x, y, w))
+            mask = make_mask(1 + (x == 1).cumsum(1), torch.arange(32).expand(2, 32), torch.as_tensor(prefix))
+            logits = model.hidden(x, mask, torch.arange(32)[None]) @ model.head.weight.T
+            losses = torch.nn.functional.cross_entropy(logits.mT, y, reduction="none") + 0.1 * logits.logsumexp(-1) ** 2
+            ((losses * w).sum() * (2 if ar else 1) / 4).backward()
+        adamw.param_groups[0]["lr"] = lr
+        adamw.step()
+        for k, p in hidden.items():
+            momentum[k] = 0.8 * momentum[k] + p.grad
+            update = textbook(p.grad + 0.8 * momentum[k]).float() * 0.2 * max(p.shape) ** 0.5
+            p.data = p.data * (1 - lr * 0.5) - lr * update
+        model.zero_grad()
+    assert_close({k: p.data for k, p in state.items()}, weights(corpus / "out/plain"), 1e-4)
