@@ -32,17 +32,17 @@ from data import BOS, FILES, N_SPECIAL, VERSION, fingerprint
 
 FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 SPECIALS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"] + [f"<special_{i}>" for i in range(11)]
-# GPT-2's splitting pattern, which is what tokenizers' ByteLevel uses too
-PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-MALFORMED, EMPTY = 0, 1            # stand in for a document's hash
-LEARN, COMPARE = 2 ** 28, 2 ** 19  # bytes of text that the BPE is trained on; that the two encoders are compared on
+# GPT-2's splitting pattern, as tokenizers' ByteLevel has it; grouped, so that only white space needs the slow look-ahead
+PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
+MALFORMED, EMPTY = 0, 1  # stand in for a document's hash
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def embedded_corpus():
-    """English that every Python has: its help topics, and one document per standard module made of the module's distinct
-    docstrings; read from source with ast, never imported. Returns JSON lines."""
+    """English that every Python has, as JSON lines: its help topics, and one document per standard module made of the
+    module's distinct docstrings; read from source with ast, never imported."""
     root, texts = os.path.dirname(os.__file__), []
     for folder, folders, _ in os.walk(root):
         folders[:] = sorted({*folders} - {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
@@ -50,10 +50,10 @@ def embedded_corpus():
             nodes = [ast.parse(path.read_bytes())]
             if path.match("pydoc_data/topics.py"):
                 texts += ast.literal_eval(nodes[0].body[-1].value).values()
-            for node in nodes:  # the list grows meanwhile; expressions, which are most of a tree, hold no docstring
+            for node in nodes:  # the list grows meanwhile; expressions, most of a tree, hold no docstrings
                 nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
-            nodes = [n for n in nodes if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
-            texts.append("\n\n".join(dict.fromkeys(filter(None, map(ast.get_docstring, nodes)))))
+            docstrings = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
+            texts.append("\n\n".join(dict.fromkeys(filter(None, docstrings))))
     if sum(map(len, texts)) < 10 ** 6:
         die(f"this Python has no documentation in {root} (a minimal installation?): give your own text with --input")
     return [json.dumps({"text": text}).encode() + b"\n" for text in texts if text]
@@ -75,7 +75,7 @@ def read_file(path):
     if path.endswith(".txt"):
         with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             while piece := file.read(2 ** 16):  # and on to the next blank line, if there is one soon
-                yield piece + "".join(takewhile(str.strip, islice(iter(lambda: file.readline(2 ** 16), ""), 64)))
+                yield piece + "".join(takewhile(str.strip, islice(iter(lambda: file.readline(2 ** 10), ""), 64)))
         return
     with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
         rest = b""
@@ -109,7 +109,7 @@ def parse(raw):
 # ---- hashing, learning, encoding -------------------------------------------------------------------------------------
 
 def parallel(function, documents):
-    """function(document) of each, in order, on all cores. Threads will do: the long work does not hold Python's lock."""
+    """function of each document, in order, on all cores: threads will do, as tiktoken lets go of Python's lock."""
     documents, waiting = iter(documents), []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for batch in iter(lambda: list(islice(documents, 16)), []):
@@ -128,12 +128,13 @@ def digest(raw):
 
 
 def encoders(bpe, run=2 ** 13):
-    """text -> tokens, by tiktoken built from the merges of `tokenizers`, several times as fast, and by `tokenizers`."""
+    """text -> tokens, by tiktoken with the merges of `tokenizers`, several times as fast, and by `tokenizers`."""
     # byte-level BPE spells a byte as a character: itself where that is visible, else the next one from 256 on
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*visible}))}
     ranks = {bytes(byte[c] for c in token): i for token, i in bpe.get_vocab().items() if i >= N_SPECIAL}
-    tiktok = tiktoken.Encoding("nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    # tiktoken without any special token would look for the empty string, at every character: half as fast
+    coder = tiktoken.Encoding("nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<unk>": 0})
 
     def slow(text):
         return np.array(bpe.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
@@ -143,7 +144,7 @@ def encoders(bpe, run=2 ** 13):
         blocks = (text[i:i + run] for i in range(0, len(text) - run + 1, run))
         if any(len(block.split(None, 1)) < 2 for block in blocks):
             return slow(text)
-        return tiktok.encode_to_numpy(text).astype(np.uint16)
+        return coder.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     return fast, slow
 
 
@@ -153,7 +154,7 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     hashes, sizes = np.fromiter(parallel(digest, tqdm(read(paths), "hash", disable=None)), np.dtype((np.uint64, 2))).T
     malformed, order, keep = np.count_nonzero(hashes == MALFORMED), np.argsort(hashes, kind="stable"), hashes > EMPTY
     if malformed > len(hashes) / 100:
-        die(f"{malformed:,} of {len(hashes):,} documents are not UTF-8 or no JSON with a `text`; first number {order[0] + 1:,}")
+        die(f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1:,}) are not UTF-8 or no JSON with `text`")
     keep[order[1:][hashes[order[1:]] == hashes[order[:-1]]]] = False
     val = keep & (hashes <= max(val_fraction * 2.0 ** 64, hashes[keep].min(initial=2 ** 64 - 1)))
     train, sizes = keep & ~val, sizes.copy()
@@ -162,17 +163,17 @@ def prepare(paths, source, out, vocab_size, val_fraction):
         die(f"{keep.sum()} distinct documents with text, {val.sum()} of them held out: none is left to train on")
 
     # 2. learn the BPE from the first training documents
-    def texts(size):
+    def texts(size):  # in bytes
         n = 1 + np.searchsorted(np.cumsum(np.where(train, sizes, 0)), size)
         return map(parse, compress(tqdm(read(paths), "BPE", n, disable=None), train[:n]))
     bpe, byte_level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
     bpe.pre_tokenizer, bpe.decoder = byte_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
     bpe.encode_special_tokens = True  # a literal <mask> in a text is text
-    bpe.train_from_iterator(texts(LEARN), tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=sorted(byte_level.alphabet()), show_progress=False))
+    bpe.train_from_iterator(texts(2 ** 28), tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=byte_level.alphabet(), show_progress=False))
     (out / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
     encode, slow = encoders(bpe)
-    for text in texts(COMPARE):
+    for text in texts(2 ** 19):
         if not np.array_equal(encode(text), slow(text)):
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
@@ -190,21 +191,22 @@ def prepare(paths, source, out, vocab_size, val_fraction):
         meta[split] = {"documents": part.sum(), "tokens": lengths[part].sum(), "bytes": sizes[part].sum()}
     meta["files"] = {name: fingerprint(out / name) for name in FILES}
     (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
-    return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed and "
-            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens of a {meta['vocab_size']:,} BPE, "
-            f"{sizes.sum() / lengths.sum():.2f} bytes/token, {speed:.1f} MB/s; train.bin has hash {meta['files']['train.bin'][1]}")
+    return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
+            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
+            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} MB/s; "
+            f"train.bin has hash {meta['files']['train.bin'][1]}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", default=[], help="files or globs, or - for JSON lines on standard input")
+    parser.add_argument("--input", nargs="+", default=[], help="files or globs; - for JSON lines on standard input")
     parser.add_argument("--out", help="folder to write; data/pydocs without --input")
-    parser.add_argument("--vocab_size", type=int, default=1024, help="entries of the BPE, at most 65,535 (paper: 51200)")
+    parser.add_argument("--vocab_size", type=int, default=1024, help="entries of the BPE (the paper has 51200)")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="share of documents held out, by their hash")
     args = parser.parse_args()
     paths = [path for pattern in args.input for path in sorted(glob.glob(pattern, recursive=True)) or [pattern]]
     for holds, message in (
-            (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size is from {N_SPECIAL + 256} (special tokens, bytes) to 65535"),
+            (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size must be from {N_SPECIAL + 256} to 65535"),
             (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
             (args.out or not args.input, "say where to put the prepared data: --out data/NAME"),
             *((path == "-" or os.path.isfile(path), f"no such file: {path}") for path in paths),
@@ -217,7 +219,7 @@ if __name__ == "__main__":
         spool = os.path.join(folder, "spool.jsonl")
         if not paths or "-" in paths:  # what is no file becomes one
             with open(spool, "wb") as f:
-                f.writelines(open(0, "rb") if paths else embedded_corpus())
+                f.writelines(open(0, "rb", closefd=False) if paths else embedded_corpus())
         paths = [spool if path == "-" else path for path in paths or ["-"]]
         report = prepare(paths, source, Path(folder), args.vocab_size, args.val_fraction)
         for name in (*FILES, "meta.json"):  # the last one vouches for the others

@@ -1,0 +1,358 @@
+"""prepare.py: any mix of text files becomes the same tokens, nothing is lost or leaked, and mistakes cost one line."""
+import contextlib
+import gzip
+import io
+import json
+import os
+import random
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import zstandard
+from conftest import ROOT, prose
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+import prepare
+
+SCRIPT = os.path.join(ROOT, "prepare.py")
+
+
+def script(*argv):
+    """The command, in this process; returns what it prints."""
+    old, sys.argv = sys.argv, [SCRIPT, *map(str, argv)]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(SCRIPT, run_name="__main__")
+    finally:
+        sys.argv = old
+    return printed.getvalue()
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))}
+
+
+def documents(folder, split):
+    """The texts of a prepared split, decoded."""
+    bpe = prepare.tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens, starts = np.fromfile(folder / f"{split}.bin", np.uint16), np.fromfile(folder / f"{split}.idx", np.uint64)
+    return [bpe.decode(tokens[a + 1:b].tolist(), skip_special_tokens=False) for a, b in zip(starts[:-1], starts[1:])]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """What a corpus may hold, plain prose first."""
+    return prose(200) + ["<mask> is <s>text</s>, like <pad> and <special_3>", "naïve 漢字 😀 e\u0301 \u200d\0", "  \n\n\ta \r\n b  ",
+                         "x" * 3000, "don't we'll I'VE ’s", "1234567890 ½ ٣ Ⅷ", "a\u2028b\x85c\x1cd"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, texts):
+    """A folder with text.jsonl, prepared into out."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "text.jsonl").write_bytes(jsonl(texts))
+    script("--input", folder / "text.jsonl", "--out", folder / "out", "--vocab_size", 400)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def coders(plain):
+    bpe = prepare.tokenizers.Tokenizer.from_file(str(plain / "out" / "tokenizer.json"))
+    bpe.encode_special_tokens = True
+    return *prepare.encoders(bpe), bpe
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+def test_formats(tmp_path, plain, texts):
+    """Plain, gzipped (several members), zstd (several frames) and text files, in any mix and by globs: the same files."""
+    a, b, c, d = texts[:50], texts[50:100], texts[100:130], texts[130:]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(a).replace(b"\n", b"\r\n\n"))  # foreign line ends and blank lines
+    lines = jsonl(b)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines[:1000]) + gzip.compress(lines[1000:]))
+    for i, text in enumerate(c):
+        (tmp_path / f"{i:02}.txt").write_bytes(text.encode())
+    lines, pack = jsonl(d)[:-1], zstandard.ZstdCompressor().compress  # no line end at the end
+    skippable = bytes.fromhex("502a4d18 03000000 616263")
+    (tmp_path / "d.jsonl.zst").write_bytes(pack(lines[:777]) + skippable + pack(lines[777:]))
+    script("--input", tmp_path / "a.jsonl", tmp_path / "*.gz", tmp_path / "[0-9]*.txt", tmp_path / "d.jsonl.zst",
+           "--out", tmp_path / "out", "--vocab_size", 400)
+    new, old = contents(tmp_path / "out"), contents(plain / "out")
+    assert {k: v for k, v in new.items() if k != "meta.json"} == {k: v for k, v in old.items() if k != "meta.json"}
+
+
+def test_standard_input_and_reproducibility(tmp_path, plain):
+    """From a pipe, with other hash seeds and another number of threads: the same bytes, and no spool is left."""
+    for seed, threads in (("1", "1"), ("2", "2")):
+        out = tmp_path / seed
+        subprocess.run([sys.executable, SCRIPT, "--input", "-", "--out", out, "--vocab_size", "400"], check=True,
+                       input=(plain / "text.jsonl").read_bytes(), capture_output=True,
+                       env={**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads})
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert contents(tmp_path / "1").keys() == contents(plain / "out").keys() == {*data.FILES, "meta.json"}
+    assert all((tmp_path / "1" / name).read_bytes() == (plain / "out" / name).read_bytes() for name in data.FILES)
+
+
+def test_documents_and_offsets(plain, texts):
+    """Every document is there once, opens with <s> at its offset, holds no other special token, and meta.json counts it."""
+    splits, meta = data.open_data(str(plain / "out"), 400)
+    found = []
+    for split, (tokens, starts) in splits.items():
+        assert starts[0] == 0 and starts[-1] == len(tokens) == meta[split]["tokens"]
+        assert np.array_equal(np.flatnonzero(tokens < data.N_SPECIAL), starts[:-1]) and set(tokens[starts[:-1]]) == {data.BOS}
+        decoded = documents(plain / "out", split)
+        assert len(decoded) == meta[split]["documents"]
+        assert sum(len(text.encode()) for text in decoded) == meta[split]["bytes"]
+        assert decoded == [text for text in texts if text in decoded]  # in order
+        found += decoded
+    assert sorted(found) == sorted(texts) and meta["vocab_size"] == 400
+
+
+def test_smallest_vocabulary(tmp_path, plain, texts):
+    """16 special tokens and 256 bytes: no merge at all, still exact."""
+    script("--input", plain / "text.jsonl", "--out", tmp_path, "--vocab_size", 272)
+    assert sorted(documents(tmp_path, "train") + documents(tmp_path, "val")) == sorted(texts)
+    assert np.fromfile(tmp_path / "train.bin", np.uint16).max() < 272
+
+
+def test_duplicates(tmp_path, texts):
+    """Of equal documents the first stays, wherever the others are; blank ones go; both are counted."""
+    once = texts[:30]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(once + once[::-1] + ["", " \n"]))
+    (tmp_path / "b.txt").write_text(once[3])
+    printed = script("--input", tmp_path / "*.*", "--out", tmp_path / "out", "--vocab_size", 300)
+    train, val = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")
+    assert train == [t for t in once if t in train] and sorted(train + val) == sorted(once)
+    assert "30 documents" in printed and "0 malformed, 33 duplicate or empty" in printed
+
+
+def test_split(tmp_path):
+    """Disjoint; about the share asked for; a document stays on its side when the corpus grows; never none held out."""
+    documents_, sides = prose(600), []
+    for n, share in ((300, 0.2), (600, 0.2), (600, 0)):
+        (tmp_path / "text.jsonl").write_bytes(jsonl(random.Random(n).sample(documents_[:n], n)))
+        script("--input", tmp_path / "text.jsonl", "--out", tmp_path / "out", "--vocab_size", 300, "--val_fraction", share)
+        sides.append([set(documents(tmp_path / "out", split)) for split in ("train", "val")])
+        assert not sides[-1][0] & sides[-1][1] and len(sides[-1][0] | sides[-1][1]) == n
+    assert sides[0][0] < sides[1][0] and sides[0][1] < sides[1][1]
+    assert abs(len(sides[1][1]) - 120) < 5 * (600 * 0.2 * 0.8) ** 0.5 and len(sides[2][1]) == 1
+
+
+def test_long_texts_are_cut(tmp_path):
+    """A .txt of any shape is cut into bounded documents: at blank lines, else at lines, else anywhere. Nothing is lost."""
+    rng = random.Random(0)
+    paragraphs = ["\n".join(prose(rng.randint(1, 20), seed=i)) + "\n" for i in range(300)]
+    for text in ("\n".join(paragraphs), "\n".join(prose(2000)), "".join(prose(2000)), "\n" * 300000, "é" * 300000):
+        (tmp_path / "long.txt").write_text(text)
+        pieces = list(prepare.read_file(str(tmp_path / "long.txt")))
+        assert len(pieces) > 2 and max(map(len, pieces)) < 2 ** 23
+        assert "".join(pieces).replace("\n", "") == text.replace("\n", "")
+    (tmp_path / "long.txt").write_text("\n".join(paragraphs))
+    pieces = list(prepare.read_file(str(tmp_path / "long.txt")))
+    assert sum(piece.startswith(tuple(paragraphs)) for piece in pieces) > len(pieces) / 2
+
+
+# ---- the encoder -----------------------------------------------------------------------------------------------------
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(st.text(), st.sampled_from([*prepare.SPECIALS, " ", "\n", "  ", "\u3000", "'s", "'ll", "e\u0301"]))))
+def test_round_trip(coders, parts):
+    """decode(encode(x)) == x on any Unicode, and tiktoken gives the tokens that `tokenizers` gives, none of them special."""
+    fast, slow, bpe = coders
+    text = "".join(parts)
+    tokens = fast(text)
+    assert tokens.dtype == np.uint16 and (tokens >= data.N_SPECIAL).all()
+    assert bpe.decode(tokens.tolist(), skip_special_tokens=False) == text
+    assert np.array_equal(tokens, slow(text))
+
+
+def test_encoders_agree_on_every_kind_of_character(coders):
+    """A regular sample of all code points, beside letters, digits, spaces, marks and apostrophes."""
+    fast, slow, _ = coders
+    characters = [chr(c) for c in [*range(0x3000), *range(0x3000, 0xD800, 17), *range(0xE000, 0x110000, 97)]]
+    for beside in ("a", "1", " ", "!", "'", "\n "):
+        text = beside.join(characters)
+        assert np.array_equal(fast(text), slow(text)), beside
+
+
+@pytest.mark.parametrize("unit, n", [(" ", 10 ** 6), ("\n \t\u00a0", 10 ** 6), ("a", 10 ** 5), ("ab", 10 ** 5), ("!", 10 ** 5),
+                                     ("漢", 10 ** 5), ("\0", 10 ** 5), ("7", 10 ** 5), ("word ", 10 ** 5)])
+def test_long_runs(coders, unit, n):
+    """A page of white space, or a word without end, is encoded like all else, in seconds."""
+    fast, slow, bpe = coders
+    text, start = "Before" + (unit * n)[:n] + "after.", time.time()
+    tokens = fast(text)
+    assert time.time() - start < 30
+    assert bpe.decode(tokens.tolist(), skip_special_tokens=False) == text
+    assert n > 10 ** 5 or np.array_equal(tokens, slow(text))
+
+
+def test_disagreement_is_found(tmp_path, plain, monkeypatch):
+    """Encoders that differ are noticed at every prepare."""
+    monkeypatch.setattr(prepare, "PATTERN", r"\s+|\S+")
+    with pytest.raises(SystemExit, match="error: tiktoken and tokenizers disagree"):
+        prepare.prepare([str(plain / "text.jsonl")], "", tmp_path, 400, 0.1)
+
+
+def test_parallel():
+    """Results come in order, and reading never runs far ahead of them."""
+    read = []
+    results = prepare.parallel(lambda i: (time.sleep(random.random() / 1000), i)[1], (read.append(i) or i for i in range(2000)))
+    for i, result in enumerate(results):
+        assert i == result and len(read) - i <= 16 * (2 * os.cpu_count() + 2)
+    assert i == 1999
+
+
+# ---- the embedded corpus ---------------------------------------------------------------------------------------------
+
+def test_embedded_corpus():
+    """Megabytes of English, of hundreds of documents, help topics among them."""
+    texts = [json.loads(line)["text"] for line in prepare.embedded_corpus()]
+    assert 300 < len(texts) < 1000 and 1.2e6 < sum(map(len, texts)) < 4e6 and all(texts)
+    assert any('The "with" statement' in text for text in texts) and any("deprecated" in text for text in texts)
+    words = " ".join(texts).split()
+    assert words.count("the") > len(words) / 50
+
+
+def test_embedded_corpus_is_read_not_run(tmp_path, monkeypatch):
+    """From source, in a fixed order: distinct docstrings of modules, classes and functions, and help topics; no tests."""
+    long = "word " * 10 ** 5
+    for path, source in {
+            "b.py": f'"""{long}b"""\nraise SystemExit\nclass C:\n    """C."""\n    def f(self):\n        """f."""\n',
+            "a.py": f'"""{long}a"""\nif x:\n    async def g():\n        "f."\n        def h(): "C."; "not me"\ny = "nor me"\n',
+            "pydoc_data/topics.py": f"# topics\ntopics = {{'q': {long + 'q'!r}, 'p': 'topic p'}}\n",
+            "none.py": "x = 1\n", "test/t.py": '"""Test."""', "json/tests/t.py": '"""Test."""', "site-packages/s.py": '"""S."""',
+            "json/__init__.py": '"""J."""'}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source)
+    monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
+    texts = [json.loads(line)["text"] for line in prepare.embedded_corpus()]
+    assert texts == [f"{long}a\n\nf.\n\nC.", f"{long}b\n\nC.\n\nf.", "J.", long + "q", "topic p"]
+    (tmp_path / "a.py").unlink()
+    (tmp_path / "b.py").unlink()
+    with pytest.raises(SystemExit, match="error: this Python has no documentation in .* --input"):
+        prepare.embedded_corpus()
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+MALFORMED = [b"{", b'"text"', b"[1]", b"5", b"null", b"{}", b'{"text": 5}', b'{"text": null}', b'{"text": ["a"]}',
+             b'{"text": "\\ud800"}', b'{"text": "\xff"}', b"[" * 100000, b"\xff\xfe\x00", b'{"text": "a}']
+
+
+def test_few_malformed_documents(tmp_path, texts):
+    """Up to 1% of documents that cannot be read are skipped and counted."""
+    good = jsonl(prose(1386)).splitlines()
+    good[7:7] = MALFORMED
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(good))
+    assert "14 malformed, 0 duplicate" in script("--input", tmp_path / "x.jsonl", "--out", tmp_path / "out", "--vocab_size", 300)
+    assert len(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == 1386
+
+
+def broken(data_):
+    return data_[:-9]
+
+
+def flipped(data_):
+    return data_[:len(data_) // 2] + bytes([data_[len(data_) // 2] ^ 255]) + data_[len(data_) // 2 + 1:]
+
+
+GOOD = jsonl(prose(1000))
+ZST = zstandard.ZstdCompressor(write_checksum=True).compress
+BAD = {
+    "many malformed": ("x.jsonl", b"\n".join(MALFORMED[:11]) + b"\n" + GOOD, "11 of 1,011 documents .* JSON with `text`"),
+    "no text field": ("x.jsonl", b'{"content": "a"}\n' * 9, "9 of 9 documents"),
+    "one JSON array": ("x.jsonl", json.dumps([{"text": t} for t in prose(9)]).encode(), "1 of 1 documents"),
+    "Latin-1": ("x.txt", "déjà vu".encode("latin-1"), "1 of 1 documents .* not UTF-8"),
+    "UTF-16": ("x.txt", "hello world\n".encode("utf-16") * 99, "not UTF-8"),
+    "not JSON but random": ("x.jsonl", random.Random(0).randbytes(9999), "not UTF-8"),
+    "empty": ("x.jsonl", b"", "0 distinct documents .* none is left"),
+    "empty text": ("x.txt", b"", "0 distinct documents"),
+    "blank": ("x.jsonl", b"\n \n\n", "0 distinct documents"),
+    "empty texts": ("x.jsonl", jsonl(["", " "]), "0 distinct documents"),
+    "a single document": ("x.jsonl", jsonl(["a", "a"]), "1 distinct documents with text, 1 of them held out"),
+    "truncated gzip": ("x.jsonl.gz", broken(gzip.compress(GOOD)), "cannot read .*x.jsonl.gz"),
+    "corrupt gzip": ("x.jsonl.gz", flipped(gzip.compress(GOOD)), "cannot read .*x.jsonl.gz"),
+    "no gzip": ("x.jsonl.gz", GOOD, "cannot read .*x.jsonl.gz"),
+    "truncated zstd": ("x.jsonl.zst", broken(ZST(GOOD[:9999]) + ZST(GOOD[9999:])), "cannot read .*x.jsonl.zst: it ends in"),
+    "truncated by a byte": ("x.jsonl.zst", ZST(GOOD)[:-1], "cannot read .*x.jsonl.zst: it ends in"),
+    "truncated in a header": ("x.jsonl.zst", ZST(GOOD) + ZST(GOOD)[:3], "cannot read .*x.jsonl.zst: it ends in"),
+    "corrupt zstd": ("x.jsonl.zst", flipped(ZST(GOOD)), "cannot read .*x.jsonl.zst"),
+    "no zstd": ("x.jsonl.zst", GOOD, "cannot read .*x.jsonl.zst"),
+    "other format": ("x.parquet", GOOD, "x.parquet is none of .txt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(tmp_path, name):
+    """One line that says what is wrong, and nothing left behind."""
+    file, content, message = BAD[name]
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(SystemExit, match=f"^error: .*{message}[^\n]*$"):
+        script("--input", tmp_path / file, "--out", tmp_path / "out", "--vocab_size", 300)
+    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--vocab_size", 271], "--vocab_size must be from 272 to 65535"), (["--vocab_size", 65536], "--vocab_size must be"),
+    (["--val_fraction", 1], "--val_fraction"), (["--val_fraction", "nan"], "--val_fraction"),
+    (["--input", "no/*.jsonl"], "no such file: no/"), (["--input", "."], "no such file"), (["--out", ""], "--out data/NAME")])
+def test_bad_flags(tmp_path, plain, flags, message):
+    """Refused before anything is read or written."""
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        script("--input", plain / "text.jsonl", "--out", tmp_path / "out", *flags)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_package(tmp_path, monkeypatch):
+    """Without zstandard a .zst file says what to install."""
+    (tmp_path / "x.jsonl.zst").write_bytes(ZST(GOOD))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(SystemExit, match="x.jsonl.zst needs a package: pip install zstandard"):
+        script("--input", tmp_path / "x.jsonl.zst", "--out", tmp_path / "out")
+
+
+def test_endless_line(tmp_path, monkeypatch):
+    """A file without line ends is refused before it fills the memory."""
+    monkeypatch.setattr(prepare, "unpack_zst", lambda file: iter([b"x" * 2 ** 26] * 99))
+    (tmp_path / "x.jsonl.zst").write_bytes(b"")
+    with pytest.raises(SystemExit, match="a line without end"):
+        list(prepare.read([str(tmp_path / "x.jsonl.zst")]))
+
+
+def test_earlier_folder_survives(tmp_path, plain):
+    """A run that fails (damaged input, full disk, no folder to write to) says so in one line; what was prepared stays."""
+    out, damaged, good = tmp_path / "out", tmp_path / "x.jsonl.gz", plain / "text.jsonl"
+    damaged.write_bytes(broken(gzip.compress(GOOD)))
+    script("--input", good, "--out", out, "--vocab_size", 300)
+    before = contents(out)
+    for source, target, size in ((damaged, out, 2 ** 30), (good, out, 20000), (good, good, 2 ** 30), (good, good / "x", 2 ** 30)):
+        result = subprocess.run([sys.executable, SCRIPT, "--input", source, "--out", target, "--vocab_size", "400"], text=True,
+                                capture_output=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+        assert result.returncode == 1 and result.stdout == ""
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+        assert contents(out) == before
+
+
+def test_interrupt(tmp_path):
+    """Ctrl-C leaves nothing behind."""
+    process = subprocess.Popen([sys.executable, SCRIPT, "--input", "-", "--out", tmp_path / "out"], stdin=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("out/*/*")):  # until it waits for its input
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode and not os.listdir(tmp_path / "out")
