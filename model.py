@@ -45,12 +45,13 @@ def attend(q, k, v, mask):
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
 class Linear(nn.Module):
-    def __init__(self, d_in, d_out):
+    def __init__(self, d_in, d_out, bias=False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_out, d_in))  # fp32, whatever the type of the input
+        self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
 
     def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -78,11 +79,16 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.o = (Linear(s.n_embd, s.n_embd) for _ in range(4))
         self.gate, self.up, self.down = Linear(s.n_embd, s.n_ff), Linear(s.n_embd, s.n_ff), Linear(s.n_ff, s.n_embd)
 
-    def forward(self, x, cos, sin, mask):
+    def forward(self, x, cos, sin, mask, cache=None):
         B, T, D = x.shape
         h = self.attention_norm(x)
         q, k, v = (f(h).view(B, T, self.n_head, -1).transpose(1, 2) for f in (self.q, self.k, self.v))  # (B, H, T, K)
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:  # (2, B, H, S, K): the mask has a column for every key so far, the last T are those of x
+            S = mask.shape[-1]
+            cache[0, :, :, S - T:S], cache[1, :, :, S - T:S] = k, v
+            k, v = cache[:, :, :, :S]
+        y = attend(q, k, v, mask)
         x = x + self.o(y.transpose(1, 2).reshape(B, T, D))
         h = self.ff_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -94,7 +100,8 @@ class Transformer(nn.Module):
         self.dtype, self.head_width, self.rope_theta = dtype, s.n_embd // s.n_head, s.rope_theta
         self.embed = nn.Embedding(s.vocab_size, s.n_embd)
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.n_layer))
-        self.norm, self.head = RMSNorm(s.n_embd, s.norm_eps), Linear(s.n_embd, s.vocab_size)
+        self.norm, self.head = RMSNorm(s.n_embd, s.norm_eps), Linear(s.n_embd, s.vocab_size, bias=s.extra_head)
+        self.projection = Linear(s.n_embd, s.n_embd) if s.extra_head else None
         self.initialize(s.n_embd, s.vocab_size)
 
     @torch.no_grad()
@@ -111,18 +118,22 @@ class Transformer(nn.Module):
             nn.init.zeros_(block.down.weight)
         normal((2 / (D + V)) ** 0.5, self.embed, self.head)
 
-    def hidden(self, tokens, mask, positions):
+    def hidden(self, tokens, mask, positions, cache=None):
         """tokens (B, T), a mask of make_mask, positions (B or 1, T) -> hidden states (B, T, D); state i predicts token
-        i + 1 in every mode (the paper's masked next-token prediction)."""
+        i + 1 in every mode (the paper's masked next-token prediction). With a cache (one tensor per block, for the keys
+        and values of S tokens) only the T newest tokens are given, and the last T rows of the mask."""
         cos, sin = rotary(positions, self.head_width, self.rope_theta, self.dtype)
         x = self.embed(tokens).to(self.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, mask)
-        return self.norm(x)
+        for block, kept in zip(self.blocks, cache or [None] * len(self.blocks)):
+            x = block(x, cos, sin, mask, kept)
+        h = self.norm(x)
+        return h if self.projection is None else F.gelu(self.projection(h), approximate="tanh")
 
     def loss(self, tokens, targets, weights, prefix, z_loss=0.0):
         """Of one slot, both objectives alike: the sum of weights * (CE + z_loss * logsumexp^2), and of weights * CE.
         Documents are told apart by their <s>, which is never masked. prefix: (B,), 0 for AR and T for MD."""
+        if self.projection is not None:
+            die("extra_head is there to read the released models; it cannot be trained")
         B, T = tokens.shape
         positions = torch.arange(T, device=tokens.device).expand(B, T)
         segments = 1 + (tokens == BOS).cumsum(1)
@@ -191,7 +202,7 @@ def load_checkpoint(path):
             if not {"model", "settings", "step"} <= set(checkpoint):
                 raise ValueError("not a checkpoint of train.py")
             return checkpoint
-        except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError, TypeError) as error:
+        except (zipfile.BadZipFile, pickle.UnpicklingError, OSError, RuntimeError, ValueError, TypeError) as error:
             print(f"skipping {file}, it is damaged: {str(error).splitlines()[0]}")
     die(f"no readable checkpoint in {path}")
 
