@@ -1,5 +1,5 @@
 # The whole code path in minutes on a laptop CPU: python prepare.py && python train.py config/demo.py
-# 4 slots of 8 sequences x 256 tokens = 8,192 tokens a step, 300 steps = 2.5M tokens of the embedded corpus.
+# 4 slots of 8 sequences x 256 tokens = 8,192 tokens a step, 240 steps = 2.0M tokens of the embedded corpus.
 data_dir = "data/pydocs"
 out_dir = "out/demo"
 n_layer = 4
@@ -12,10 +12,10 @@ alpha = "1/2"
 repetitions = 4
 batch_size = 32
 micro_batch_size = 8
-max_steps = 300
-decay_steps = 75
-eval_interval = 50
+max_steps = 240
+decay_steps = 60
+eval_interval = 40
 eval_tokens = 32768
-save_interval = 100
+save_interval = 80
 log_interval = 10
 compile = False
