@@ -150,7 +150,7 @@ CASES = {
     # the run directory
     "another run there": ([], {}, "out/run holds a run already: continue it with --resume=True"),
     "a file in the way": ([write("out/new", "mine")], NEW, "out/new"),
-    "in use": ([locked], RESUME, "out/run is in use by another process"),
+    "in use": ([locked], RESUME, "another process is training in out/run"),
     "nothing to resume": ([], RESUME | NEW, "no readable checkpoint in out/new"),
     "resumed with another setting": ([unfinished], RESUME | dict(learning_rate=0.5), "learning_rate was 0.007, is 0.5"),
     "resumed with another shape": ([unfinished], RESUME | dict(n_layer=3), "n_layer was 2, is 3"),
