@@ -1,0 +1,300 @@
+"""
+Zero-shot multiple choice on the paper's nine tasks: one checkpoint, four ways to score a completion.
+
+    python eval.py --ckpt out/run                             # ar, prefix, pll with 1 and with 6 masks
+    python eval.py --ckpt out/run --tasks arc_easy,piqa --modes pll,mc --pll 1,2,3,4,5,6 --limit 100 --json result.json
+    python eval.py --dump strings.jsonl                       # every string as rendered, no model needed
+    torchrun --nproc_per_node=8 eval.py --ckpt out/run        # the same numbers, sooner
+
+Modes: ar (causal), prefix (bidirectional context), pll (pseudo log-likelihood, n masks), mc (Monte Carlo). `heldout` is
+a tenth task, of the validation split. After an interruption the same command goes on, from eval-HASH.json beside CKPT.
+"""
+import argparse
+import collections
+import csv
+import hashlib
+import json
+import os
+import pathlib
+import re
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from configurator import die, suggest
+from data import fingerprint, open_data, random
+from model import BOS, MASK, load_model, make_mask
+
+TOKENS, PADDING = 2 ** 14 if torch.cuda.is_available() else 2 ** 9, 0.03  # of a batch, at most
+PACK, CHUNK = 8, 2 ** 16  # completions in a row, rows planned at a time
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the tasks, read from their raw release files: n documents in n_files files; chance is the paper's random baseline
+
+Task = collections.namedtuple("Task", "score chance n n_files file labels", defaults=("",))
+TASKS = {
+    "arc_easy": Task("char", 1 / 4, 2376, 1, "ARC-Easy-Test.jsonl"),
+    "arc_challenge": Task("pmi", 1 / 4, 1172, 1, "ARC-Challenge-Test.jsonl"),
+    "blimp": Task("raw", 1 / 2, 67000, 67, "*.jsonl"),
+    "commonsenseqa": Task("pmi", 1 / 5, 1221, 1, "dev_rand_split.jsonl"),
+    "hellaswag": Task("char", 1 / 4, 10042, 1, "hellaswag_val.jsonl"),
+    "mmlu": Task("char", 1 / 4, 14042, 57, "*_test.csv"),
+    "openbookqa": Task("pmi", 1 / 4, 500, 1, "test.jsonl"),
+    "piqa": Task("char", 1 / 2, 1838, 1, "valid.jsonl", "valid-labels.lst"),
+    "socialiqa": Task("char", 1 / 3, 1954, 1, "dev.jsonl", "dev-labels.lst"),
+    "heldout": Task("raw", 1 / 4, 1000, 0, "")}  # at most n; not one of the nine
+Document = collections.namedtuple("Document", "subtask doc context completions gold tokens", defaults=(None,))
+
+
+def render(task, r, tag):
+    """A record -> context, completions, index of the right one: the strings of OLMES, cloze form, no examples. `tag`
+    is the subtask or the label. A completion is one space and the choice, otherwise untouched."""
+    if task == "blimp":  # as a training document begins, right after <s>
+        return "", [r["sentence_good"], r["sentence_bad"]], 0
+    if task == "hellaswag":
+        def clean(text):
+            return re.sub(r"\[.*?\]", "", re.sub(r"\.? \[title\]", ". ", text.strip())).replace("  ", " ")
+        context = clean(f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}")
+        return context, [" " + clean(ending) for ending in r["endings"]], int(r["label"])
+    if task == "mmlu":
+        text, a, b, c, d, key = r
+        line = f"The following are multiple choice questions (with answers) about {tag.replace('_', ' ')}."
+        return f"{line}\n\nQuestion: {text.strip()}\nAnswer:", [" " + x for x in (a, b, c, d)], list("ABCD").index(key)
+    if task == "piqa":
+        return f"Goal: {r['goal']}\nAnswer:", [" " + r["sol1"], " " + r["sol2"]], int(tag)
+    if task == "socialiqa":
+        return f"Question: {r['context']} {r['question']}\nAnswer:", [" " + r["answer" + x] for x in "ABC"], int(tag) - 1
+    labels, texts = zip(*((x["label"], " " + x["text"]) for x in r["question"]["choices"]))  # 3 to 5, letters or digits
+    return f"Question: {r['question']['stem']}\nAnswer:", texts, labels.index(r["answerKey"].strip())
+
+
+def read_task(name, folder, limit):
+    """The documents of a task, the first `limit` of each file; numbered over all files: a limit renumbers none."""
+    task, folder, documents, n = TASKS[name], pathlib.Path(folder, name), [], 0
+    paths, again = sorted(folder.glob(task.file)), "get it with: python prepare.py --tasks"
+    labels = (folder / task.labels).read_text(encoding="utf-8").split() if task.labels else []
+    for path in paths:
+        subtask, first = path.stem.removesuffix("_test") if task.n_files > 1 else None, n
+        try:
+            with open(path, encoding="utf-8", newline="") as f:
+                for record in csv.reader(f) if path.suffix == ".csv" else map(json.loads, f):
+                    context, completions, gold = render(name, record, labels[n] if task.labels else subtask)
+                    if not all(x.strip() for x in completions) or not 0 <= gold < len(completions):
+                        raise ValueError(f"an empty completion, or none right: number {gold} of {completions}")
+                    if not limit or n - first < limit:
+                        documents.append(Document(subtask, n, context, completions, gold))
+                    n += 1
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, csv.Error) as error:
+            die(f"{path}, record {n - first + 1} is wrong ({type(error).__name__}: {error}); if it is damaged, {again}")
+    if len(paths) != task.n_files or (len(documents) < task.n_files * min(limit, 100) if limit else n != task.n):
+        die(f"{folder}: {n:,} records in {len(paths)} files {task.file}, not {task.n:,} in {task.n_files}; {again}")
+    return documents
+
+
+def heldout(checkpoint, tokenizer, limit):
+    """Of passages of held-out documents: the true continuation against three of other passages, all of one length."""
+    data, meta = open_data((s := checkpoint["settings"]).data_dir, s.vocab_size)
+    (tokens, starts), K = data["val"], max(1, min(32, s.seq_len // 4))
+    passages = [tokens[i:i + 3 * K].tolist() for start, end in zip(starts[:-1].tolist(), starts[1:].tolist())
+                for i in range(start + 1, end - 3 * K + 1, 3 * K)]
+    if checkpoint.get("data", meta["files"]) != meta["files"] or len(passages) < 4:
+        die(f"{s.data_dir} is not what this checkpoint was trained on, or too short for heldout: choose other --tasks")
+    passages = random(0).permutation(passages).tolist()[:TASKS["heldout"].n]
+    for doc, passage in enumerate(passages[:limit or None]):
+        c, ends = passage[:2 * K], [passages[(doc + (i - doc) % 4) % len(passages)][2 * K:] for i in range(4)]
+        texts = tokenizer.decode_batch([c, *ends])
+        yield Document(None, doc, texts[0], texts[1:], doc % 4, [c, *(c + w for w in ends)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is to be computed: items, then rows and what is read from them
+
+def make_items(documents, tokenizer, window, pmi, counts):
+    """Items (context, completion, doc, choice): log p(completion | context) is to be found. And which item each choice
+    of each document is, given its context and (PMI) `Answer:`; equal ones are one. Both are encoded together and split
+    at the context's length or, if a token lies across (ours never do), before this token, in all choices alike."""
+    items, given, unconditional = {}, [], []
+    for where, context in [(given, None), (unconditional, "Answer:")][:1 + pmi]:
+        for d in documents:
+            texts = [(context or d.context) + w for w in ("", *d.completions)]
+            alone, *joint = d.tokens or (x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False))
+            border = len(os.path.commonprefix([alone, *joint]))
+            assert border < min(map(len, joint)), f"the tokenizer has no token for a completion of {d.completions}"
+            start = max(0, min(border, max(map(len, joint)) + 1 - window))  # of the context; completions stay whole
+            counts.update(truncated=start > 0 and where is given, moved_borders=border < len(alone) and where is given)
+            keys = [((BOS, *ids[start:border]), tuple(ids[border:]), d.doc) for ids in joint]
+            where.append([items.setdefault(key, (len(items), choice))[0] for choice, key in enumerate(keys)])
+    return [(*key, choice) for key, (_, choice) in items.items()], given, unconditional
+
+
+# A row is (int32 (T, 3) as bytes: token, segment, position; prefix), as model.make_mask takes them. A read of it is
+# (index, target, column, item, weight): scores[column, item] += weight * log p(target). A token is read at its left.
+def causal_reads(items, prefix):
+    """log p(w | c) = sum_i log p(w_i | c, w_<i); with `prefix` the context is bidirectional. Completions of a context
+    share a row: segment 0 is what all begin with; the rest of each, without its last token, is a segment after it."""
+    contexts = {}
+    for i, (c, w, _, _) in enumerate(items):
+        contexts.setdefault(c, {}).setdefault(w, []).append(i)
+    for c, users in contexts.items():
+        completions = sorted(users)
+        for pack in (completions[i:i + PACK] for i in range(0, len(completions), PACK)):
+            inputs, reads = [c + w[:-1] for w in pack], []
+            shared = len(os.path.commonprefix(inputs))
+            row = [(token, 0, p) for p, token in enumerate(inputs[0][:shared])]
+            for segment, (w, x) in enumerate(zip(pack, inputs), 1):
+                for p, target in enumerate(w, len(c) - 1):
+                    reads += [(p + (p >= shared) * (len(row) - shared), target, 0, i, 1.0) for i in users[w]]
+                row += [(token, segment, p) for p, token in enumerate(x[shared:], shared)]
+            yield (np.array(row, np.int32).tobytes(), prefix * len(c)), reads
+
+
+def masked_reads(items, n_masks, N, seed):
+    """Bidirectional attention, masks in the completion: a column of pll for each n in n_masks, then N columns of mc."""
+    for i, (c, w, doc, choice) in enumerate(items):
+        x0, L = np.array([(token, 0, p) for p, token in enumerate(c + w)], np.int32), len(w)
+        # pll: sum_i log p(w_i | c, w_<i, n masks, w_>=i+n)
+        patterns = [(range(j, min(j + n, L)), [j], column, 1.0) for column, n in enumerate(n_masks) for j in range(L)]
+        # mc: int_0^1 E[1/t sum of log p(w_i | c, w^t) over masked i] dt = E[L/k sum over k masked], k ~ U{1..L}, N
+        # of them from one jittered grid; masks come from (seed, task, doc, choice), the same in both contexts of PMI
+        generator = random(*seed, doc, choice)
+        for column, u in enumerate((np.arange(N) + generator.random()) / max(N, 1), len(n_masks)):
+            masked = generator.permutation(L)[:min(1 + int(u * L), L)].tolist()
+            patterns.append((masked, masked, column, L / len(masked)))
+        for masked, read, column, weight in patterns:
+            xt = x0.copy()
+            xt[[len(c) + j for j in masked], 0] = MASK
+            yield (xt.tobytes(), len(xt)), [(len(c) + j - 1, w[j], column, i, weight) for j in read]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# computing it, and the paper's table
+
+@torch.inference_mode()
+def read_batch(model, rows, reads, scores):
+    """One forward pass, with a dense mask (too many lengths to compile one); the head only where something is read."""
+    contents = [torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, 3) for content, _ in rows]
+    x = torch.nn.utils.rnn.pad_sequence(contents, True, -1).long()  # (B, T, 3); padding is a segment of its own
+    device, T = model.embed.weight.device, x.shape[1]
+    mask = make_mask(x[..., 1], x[..., 2], torch.tensor([prefix for _, prefix in rows])).to(device)
+    h = model.hidden(x[..., 0].clamp(0).to(device), mask, x[..., 2].to(device)).flatten(0, 1)
+    place, target, column, item, weight = zip(*((b * T + index, *r) for b, rs in enumerate(reads) for index, *r in rs))
+    place, back = np.unique(place, return_inverse=True)
+    logp = torch.log_softmax(model.head(h[place]).float(), -1)[back, target].cpu().double().numpy()
+    # in units of 2^-32, whose sums are exact: any number of ranks gives the same
+    np.add.at(scores, (column, item), np.round(weight * logp * 2 ** 32) / 2 ** 32)
+
+
+def score(model, modes, items, N, seed, task, counts):
+    """{mode: log-likelihoods of the items} of modes that may have rows in common: ["ar"], ["prefix"], or pll1 ... mc.
+    Equal rows are computed once; sorted by length, they form batches with little padding, dealt whole to the ranks."""
+    causal, n_masks = modes[0] in ("ar", "prefix"), [int(mode[3:]) for mode in modes if mode.startswith("pll")]
+    scores, size = np.zeros((causal + len(n_masks) + N, len(items))), CHUNK // (1 if causal else max(N, 32))
+    bar = tqdm(total=len(items), desc=f"{task} {'+'.join(modes)}", unit_scale=True, disable=rank > 0 or None)
+    for first in range(0, len(items), size):
+        chunk, reads = items[first:first + size], collections.defaultdict(list)
+        for row, r in causal_reads(chunk, modes[0] == "prefix") if causal else masked_reads(chunk, n_masks, N, seed):
+            reads[row] += r
+        rows = sorted(reads, key=lambda row: -len(row[0]))
+        lengths, cuts = [len(content) // 12 for content, _ in rows], [0]
+        for i in range(1, len(rows)):
+            if (i + 1 - cuts[-1]) * lengths[cuts[-1]] > TOKENS or lengths[i] < (1 - PADDING) * lengths[cuts[-1]]:
+                cuts.append(i)
+        for i, (a, b) in enumerate(zip(cuts, cuts[1:] + [len(rows)])):
+            if i % world == rank:
+                read_batch(model, rows[a:b], [reads[row] for row in rows[a:b]], scores[:, first:])
+            counts.update(rows=b - a, tokens=sum(lengths[a:b]), padding=(b - a) * lengths[a] - sum(lengths[a:b]))
+            bar.update(len(chunk) * sum(lengths[a:b]) / sum(lengths))
+    if world > 1:
+        torch.distributed.all_reduce(torch.from_numpy(scores))
+    values = {mode: column.tolist() for mode, column in zip(modes, scores)}
+    if N:  # the error of a mean over a regular grid, from the differences of neighbours: the grid removes the trend
+        values["mc"] = scores[-N:].mean(0).tolist()
+        values["mc_stderr"] = (((np.diff(scores[-N:], axis=0) ** 2).sum(0) / (2 * max(N - 1, 1) * N)) ** 0.5).tolist()
+    return values
+
+
+def judge(task, documents, values, given, unconditional):
+    """The accuracy of a mode: the share of documents whose right choice scores highest, the first of equals; averaged
+    over subtasks, if there are any; and normalised, (x - r) / (1 - r) with r the accuracy of chance."""
+    hits = collections.defaultdict(list)
+    for i, d in enumerate(documents):
+        # PMI(w) = sum_i log p(w_i | c, w_<i) / p(w_i | u, w_<i), u = Answer:
+        raw, minus = (np.array([values[item] for item in where[i]]) for where in (given, unconditional or given))
+        scores = {"raw": raw, "char": raw / [len(w) for w in d.completions], "pmi": raw - minus}[task.score]
+        hits[d.subtask].append(np.argmax(scores) == d.gold)
+    p, n = (np.array([f(h) for h in hits.values()]) for f in (np.mean, len))
+    return {"accuracy": p.mean(), "normalized": (p.mean() - task.chance) / (1 - task.chance), "n": len(documents),
+            "stderr": (p * (1 - p) / n).sum() ** 0.5 / len(p), "subtasks": dict(zip(map(str, hits), p))}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, default, text in (
+            ("ckpt", "", "file or run directory"), ("tasks", "", "default: all in --data, and heldout"),
+            ("data", "data/tasks", "a folder for each task"), ("modes", "ar,prefix,pll", "also: mc"),
+            ("pll", "1,6", "numbers of masks"), ("mc", 0, "mode mc, so many draws (256)"), ("seed", 1, "of the draws"),
+            ("limit", 0, "documents per subtask"), ("json", "", "results file"), ("dump", "", "file of strings, scores")):
+        parser.add_argument("--" + flag, default=default, type=type(default), help=text)
+    args = parser.parse_args()
+    there = [t for t in TASKS if (args.ckpt if t == "heldout" else os.path.isdir(f"{args.data}/{t}") or not args.ckpt)]
+    modes, tasks = args.modes.split(",") + ["mc"] * (args.mc > 0), args.tasks.split(",") if args.tasks else there
+    for kind, names, known in ("mode", modes, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):
+        for name in set(names) - set(known):
+            die(f"no {kind} named '{name}'{suggest(name, known)}")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll) or min(args.mc, args.limit, args.seed) < 0:
+        die("--pll takes numbers of masks such as 1,6; --mc, --limit and --seed take a number from 0")
+    if not args.ckpt and (not args.dump or "heldout" in tasks):
+        die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
+    plls = [f"pll{n}" for n in sorted(set(map(int, args.pll.split(","))))] * ("pll" in modes)
+    passes = [["ar"] * ("ar" in modes), ["prefix"] * ("prefix" in modes), plls + ["mc"] * ("mc" in modes)]
+    documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
+    values, where, results, counts = {}, {}, {}, collections.Counter()
+    if args.ckpt:
+        if world > 1:
+            torch.distributed.init_process_group("gloo")
+        model, tokenizer, checkpoint = load_model(args.ckpt)
+        s, path = checkpoint["settings"], pathlib.Path(args.ckpt)
+        if "heldout" in tasks and (args.tasks or not documents or pathlib.Path(s.data_dir, "meta.json").exists()):
+            documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
+        files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
+        key = repr((files, documents, [v for k, v in vars(args).items() if k not in ("json", "dump")])).encode()
+        kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
+        values = json.loads(kept.read_text()) if kept.exists() else {}
+        for name in documents:
+            task, values[name] = TASKS[name], values.get(name, {})
+            items, *where[name] = make_items(documents[name], tokenizer, s.seq_len, task.score == "pmi", counts)
+            for group in filter(None, passes):
+                if group[-1] not in values[name]:
+                    seed, N = (args.seed, list(TASKS).index(name)), (args.mc or 256) * ("mc" in group)
+                    values[name] |= score(model, group, items, N, seed, name, counts)
+                    kept.with_suffix(f".{rank}").write_text(json.dumps(values))
+                    kept.with_suffix(f".{rank}").replace(kept)
+            results[name] = {m: judge(task, documents[name], values[name][m], *where[name]) for m in sum(passes, [])}
+            if len(plls) > 1:  # the paper's number
+                best = max(plls, key=lambda mode: results[name][mode]["accuracy"])
+                results[name]["pll"] = results[name][best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
+    if args.ckpt and rank == 0:
+        rows = [r for name, r in results.items() if name != "heldout"]
+        average = {mode: np.mean([r[mode]["normalized"] for r in rows]) for mode in (rows or [{}])[0]}
+        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{m:>14}{'norm.':>7}" for m in next(iter(results.values()))))
+        for name, row in results.items():
+            cells = ([100 * r[k] for k in ("accuracy", "stderr", "normalized")] for r in row.values())
+            print(f"{name:<16}{len(documents[name]):>6}" + "".join("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells))
+        print(f"{'average of ' + str(len(rows)):<22}" + "".join(f"{100 * x:>21.1f}" for x in average.values()))
+        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to {s.seq_len}"
+              f" tokens, {counts['moved_borders']} split before the border" + "; pll: the better n of each task, chosen on the test score" * (len(plls) > 1)
+              + "".join(f"; mc of {t}: ±{np.mean(v['mc_stderr']):.2f} nats" for t, v in values.items() if "mc" in v))
+        if args.json:
+            report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
+            pathlib.Path(args.json).write_text(json.dumps(report | {"counts": counts}, indent=1))
+    if args.dump and rank == 0:
+        with open(args.dump, "w") as f:
+            for name, i, d in ((name, i, d) for name in documents for i, d in enumerate(documents[name])):
+                for choice, completion in enumerate(d.completions):
+                    line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
+                                completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
+                    for end, items in zip(("", "_uncond"), where.get(name, ())):
+                        line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
+                    f.write(json.dumps(line) + "\n")
