@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
-
 @dataclass
 class Settings:
     # model: a plain Llama; these defaults are the paper's 467.6M parameters
@@ -56,11 +55,8 @@ class Settings:
     compile: bool = True          # torch.compile the transformer (needs a C++ compiler on CPU)
     wandb: bool = False           # also log to Weights & Biases
 
-
 FREE_ON_RESUME = {"data_dir", "out_dir", "eval_interval", "save_interval", "log_interval", "keep", "resume", "device",
                   "dtype", "compile", "wandb"}  # all other settings define what a run computes
-sys.excepthook = lambda kind, e, trace: die(e) if issubclass(kind, OSError) else sys.__excepthook__(kind, e, trace)
-
 
 def die(message):
     """A user's mistake, or the machine's refusal (disk full): one line, from one process of a host; exit status 1."""
@@ -68,11 +64,17 @@ def die(message):
     time.sleep(0 if speaks else 5)  # torchrun ends all processes with the first: let that be the one that speaks
     sys.exit(f"error: {message}".replace("\n", " ") if speaks else 1)
 
+def excepthook(kind, error, trace):
+    """What the machine refuses or lacks is one line too; any other exception is a bug and shows where it is."""
+    if issubclass(kind, ImportError) and error.name:
+        die(f"{error}: pip install {error.name.partition('.')[0].replace('sklearn', 'scikit-learn')}")
+    die(error) if issubclass(kind, OSError) else sys.__excepthook__(kind, error, trace)
+
+sys.excepthook = excepthook
 
 def suggest(name, names):
     close = difflib.get_close_matches(name, names, n=1)
     return f", did you mean '{close[0]}'?" if close else f"; there are: {', '.join(names) or 'none'}"
-
 
 def load_settings(argv, usage):
     if {"-h", "--help"} & set(argv):
@@ -101,7 +103,6 @@ def load_settings(argv, usage):
             die(f"{where}: '{name}' is {kind.__name__}, got {value!r}")
         setattr(s, name, value)
     return check(s)
-
 
 def check(s):
     """Refuse settings that cannot work; write alpha as a fraction in lowest terms."""

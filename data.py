@@ -22,11 +22,9 @@ VERSION = 1
 FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
 SUBSET, EPOCH, COUNTS, MASKS = range(4)  # independent random streams
 
-
 def random(*key):
     """A generator that depends on its key alone."""
     return np.random.default_rng(key)
-
 
 # ---- a prepared folder -----------------------------------------------------------------------------------------------
 
@@ -38,7 +36,6 @@ def fingerprint(path, block=2 ** 20, blocks=256):
             f.seek(max(i * block, i * (size - block) // (blocks - 1)))
             digest.update(f.read(block))
     return [size, digest.hexdigest()]
-
 
 def open_data(data_dir, vocab_size):
     """{split: (tokens, starts)}, memory-mapped, and the content of meta.json, after checking one against the other."""
@@ -53,14 +50,13 @@ def open_data(data_dir, vocab_size):
             die(f"{path} has format {meta['version']}, this code reads {VERSION}: run prepare.py again")
         for name in FILES:
             if fingerprint(os.path.join(data_dir, name)) != meta["files"][name]:
-                die(f"{data_dir}/{name} is not the file that meta.json describes (truncated, changed): run prepare.py again")
+                die(f"{data_dir}/{name} is not what meta.json describes (truncated, changed): run prepare.py again")
         if meta["vocab_size"] > vocab_size:
             die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
     return {split: (np.memmap(os.path.join(data_dir, split + ".bin"), np.uint16, "r"),
                     np.memmap(os.path.join(data_dir, split + ".idx"), np.uint64, "r")) for split in ("train", "val")}, meta
-
 
 def bytes_per_token(tokenizer):
     """(V,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
@@ -69,7 +65,6 @@ def bytes_per_token(tokenizer):
     for token, i in vocab.items():
         table[i] = len(token) if i >= N_SPECIAL else 0
     return table
-
 
 # ---- the order of the training windows -------------------------------------------------------------------------------
 
@@ -82,7 +77,7 @@ class Stream:
 
     def __init__(self, tokens, starts, s):
         T, N = s.seq_len, s.max_steps * s.batch_size
-        self.tokens, self.T, self.W, self.seed, self.vocab_size = tokens, T, -(-N // s.repetitions), s.seed, s.vocab_size
+        self.tokens, self.T, self.W, self.seed = tokens, T, -(-N // s.repetitions), s.seed
         if len(tokens) < T:
             die(f"the corpus has {len(tokens):,} tokens, less than one window of seq_len {T:,}")
         if len(tokens) < self.W * T:
@@ -115,10 +110,7 @@ class Stream:
             start, end = max(a, self.bounds[d]), min(b, self.bounds[d + 1])
             offset = self.begin[d] - self.bounds[d]
             x[start - a:end - a] = self.tokens[start + offset:end + offset]
-        if x.max() >= self.vocab_size:
-            sys.exit(f"error: the corpus holds token id {x.max()}, but vocab_size is {self.vocab_size}")  # of any rank
         return x
-
 
 # ---- the two objectives: inputs and weights of a window. Targets are x0[1:] in both: the one shift of the whole project. 
 
@@ -126,12 +118,10 @@ def is_ar(slot, alpha):
     """Slot `slot`, counted over all steps, runs AR; of any `den` consecutive slots exactly `num` do, alpha = num/den."""
     return slot * alpha.numerator % alpha.denominator < alpha.numerator
 
-
 def ar_example(x0):
     """Eq. (2), per token: clean inputs, the mean over all T targets, a document's closing <s> included."""
     T = len(x0) - 1
     return x0[:-1], np.full(T, 1 / T)
-
 
 def md_example(x0, u, generator):
     """
@@ -147,12 +137,12 @@ def md_example(x0, u, generator):
     xt[masked], w[masked - 1] = MASK, 1 / max(k, 1)  # the token at p is predicted at p - 1
     return xt, w
 
-
-def collate(windows, examples, prefix):
+def collate(windows, examples, prefix, vocab_size):
     """Inputs, targets, weights: (B, T); prefix: (B,)."""
     inputs, weights = map(np.stack, zip(*examples))
+    if np.max(windows) >= vocab_size:
+        sys.exit(f"error: the data hold token id {np.max(windows)}, but vocab_size is {vocab_size}")  # on any rank
     return inputs, np.stack(windows)[:, 1:], weights.astype(np.float32), np.full(len(windows), prefix)
-
 
 def train_slot(stream, s, step, slot):
     """Slot 0 <= slot < S of a step: micro_batch_size sequences, one objective; loss = the mean over its sequences."""
@@ -167,9 +157,8 @@ def train_slot(stream, s, step, slot):
         generator = random(s.seed, COUNTS, step)
         u = ((generator.permutation(n) + generator.random()) / n)[before:before + B]
         examples = [md_example(x0, u[i], random(s.seed, MASKS, first + i)) for i, x0 in enumerate(windows)]
-    x, y, w, prefix = collate(windows, examples, 0 if ar[slot] else s.seq_len)
+    x, y, w, prefix = collate(windows, examples, 0 if ar[slot] else s.seq_len, s.vocab_size)
     return x, y, w / np.float32(B), prefix, bool(ar[slot])
-
 
 def val_batches(tokens, s):
     """Both objectives on the same held-out targets, the maskable ones: masks and grid are fixed, for every seed and user.
@@ -179,9 +168,7 @@ def val_batches(tokens, s):
     for first in range(0, n, B):
         rows = range(first, first + B)  # the last batch is filled up with windows of weight 0
         windows = [tokens[i % n * T:i % n * T + T + 1].astype(np.int64) for i in rows]
-        if np.max(windows) >= s.vocab_size:
-            die(f"the held-out text holds token id {np.max(windows)}, but vocab_size is {s.vocab_size}")
         on = [np.append(x0[1:-1] >= N_SPECIAL, False) * (i < n) for i, x0 in zip(rows, windows)]
         md = [md_example(x0, grid[i % n], random(0, MASKS, i)) for i, x0 in zip(rows, windows)]
-        yield (collate(windows, [(x0[:-1], w) for x0, w in zip(windows, on)], 0),
-               collate(windows, [(xt, w * m.sum()) for (xt, w), m in zip(md, on)], T))
+        yield (collate(windows, [(x0[:-1], w) for x0, w in zip(windows, on)], 0, s.vocab_size),
+               collate(windows, [(xt, w * m.sum()) for (xt, w), m in zip(md, on)], T, s.vocab_size))

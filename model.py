@@ -35,12 +35,10 @@ def make_mask(segments, positions, prefix):
     b, t = (torch.arange(n, device=segments.device) for n in (B, T))
     return rule(b[:, None, None, None], None, t[:, None], t)
 
-
 def attend(q, k, v, mask):
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
@@ -53,11 +51,9 @@ class Linear(nn.Module):
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
 
-
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
 
 def rotary(positions, K, theta, dtype):
     """Cosine and sine of the angles by which a head's coordinate pairs (i, i + K/2) turn at each position."""
@@ -65,11 +61,9 @@ def rotary(positions, K, theta, dtype):
     angle = positions[:, None, :, None] * torch.cat((frequency, frequency))  # (B, 1, T, K)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
-
 def rotate(x, cos, sin):
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
-
 
 class Block(nn.Module):
     def __init__(self, s):
@@ -92,7 +86,6 @@ class Block(nn.Module):
         x = x + self.o(y.transpose(1, 2).reshape(B, T, D))
         h = self.ff_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
 
 class Transformer(nn.Module):
     def __init__(self, s, dtype=torch.float32):
@@ -140,7 +133,6 @@ class Transformer(nn.Module):
         h = self.hidden(tokens, make_mask(segments, positions, prefix), positions[:1])
         return HeadLoss.apply(h.flatten(0, 1), self.head.weight, targets.flatten(), weights.flatten(), z_loss)
 
-
 class HeadLoss(torch.autograd.Function):
     """
     The head and its loss, sum_i w_i (CE_i + z lse_i^2), with h (N, D), head (V, D), targets and w (N,). No more than CHUNK
@@ -176,7 +168,6 @@ class HeadLoss(torch.autograd.Function):
         dh, dW = ctx.saved_tensors
         return dh.mul_(grad), dW.mul_(grad), None, None, None
 
-
 # ---- devices and checkpoints -----------------------------------------------------------------------------------------
 
 def choose_device(device, dtype):
@@ -186,7 +177,6 @@ def choose_device(device, dtype):
     if not has[device]:
         die(f"this machine has no {device}: use --device=cpu")
     return device, torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else torch.float32
-
 
 def load_checkpoint(path):
     """The contents of a checkpoint file, or of the newest readable one in a run directory. Nothing in it is executed."""
@@ -205,7 +195,6 @@ def load_checkpoint(path):
         except (zipfile.BadZipFile, pickle.UnpicklingError, OSError, RuntimeError, ValueError, TypeError) as error:
             print(f"skipping {file}, it is damaged: {str(error).splitlines()[0]}")
     die(f"no readable checkpoint in {path}")
-
 
 def load_model(path, device="auto", dtype="auto"):
     """A trained model ready for use, its tokenizer, and the checkpoint it came from (settings as an object)."""

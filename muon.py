@@ -5,7 +5,6 @@ an orthogonalised update of the size of AdamW's, decoupled weight decay. One cla
 import torch
 import torch.distributed as dist
 
-
 def orthogonalize(G):
     """
     Of each matrix U S V^T in a stack (n, rows, cols), about U V^T: five Newton-Schulz steps X <- aX + bAX + cA^2X with
@@ -29,7 +28,6 @@ def orthogonalize(G):
             X = Q @ X
     X = P @ X if wide else X
     return X.mT if G.size(-2) > G.size(-1) else X
-
 
 class Muon(torch.optim.Optimizer):
     """

@@ -8,11 +8,9 @@ Train a dual-objective language model.
 """
 import fcntl
 import glob
-import io
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -34,12 +32,8 @@ from muon import Muon
 
 s = load_settings(sys.argv[1:], __doc__)
 if s.wandb:
-    try:
-        import wandb
-    except ImportError:
-        die("--wandb=True needs a package: pip install wandb")
-rank, local_rank, world = (int(os.environ.get(name, default))
-                           for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    import wandb
+rank, local_rank, world = (int(os.environ.get(*x)) for x in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 device, dtype = choose_device(s.device, s.dtype)
 S = s.batch_size // s.micro_batch_size  # slots in a step, each a micro-batch of one objective
 if S % world:
@@ -50,15 +44,12 @@ if device == "cuda":
 if world > 1:  # a rank that has waited this long for another gives up
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
 
-
 def say(text):
     if rank == 0:
         print(text, flush=True)
 
-
 def on_device(array):
     return torch.from_numpy(array).to(device, non_blocking=True)
-
 
 def gather(row):
     """(world, len(row)): the numbers of each rank, known to every rank."""
@@ -68,27 +59,24 @@ def gather(row):
         dist.all_reduce(table)
     return table.cpu()
 
-
 def agree(problem):
     """A problem of rank 0 ends all ranks."""
     if gather([float(bool(problem))]).any():
         die(problem)
 
-
 # ---- data and run directory ------------------------------------------------------------------------------------------
 
 data, meta = open_data(s.data_dir, s.vocab_size)
-stream = Stream(*data["train"], s)
-if len(data["val"][0]) <= s.seq_len:
-    die(f"{s.data_dir}/val.bin has {len(data['val'][0]):,} tokens, less than one window of seq_len {s.seq_len:,}")
 with open(os.path.join(s.data_dir, "tokenizer.json"), encoding="utf-8") as f:
     tokenizer = f.read()
-token_bytes = bytes_per_token(tokenizer)
+stream, token_bytes = Stream(*data["train"], s), bytes_per_token(tokenizer)
+if len(data["val"][0]) <= s.seq_len:
+    die(f"{s.data_dir}/val.bin has {len(data['val'][0]):,} tokens, less than one window of seq_len {s.seq_len:,}")
 
 log_path, problem = os.path.join(s.out_dir, "log.jsonl"), ""
 has_run = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt")))
 restarted = gather([float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]).any()  # by torchrun, on some host
-resume = s.resume or bool(has_run and restarted)
+resume = s.resume or (has_run and restarted)
 if rank == 0:
     os.makedirs(s.out_dir, exist_ok=True)
     lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
@@ -115,26 +103,23 @@ if s.compile:
         die("torch.compile needs a C++ compiler on a CPU: use --compile=False")
     model.hidden = torch.compile(model.hidden, dynamic=False)
 
-
 def learning_rate(step):
     """Warmup-stable-decay without the warmup: constant, then linear to 0 over the last decay_steps."""
     return s.learning_rate * min(1, (s.max_steps - step) / max(s.decay_steps, 1))
-
 
 # ---- validation and checkpoints --------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def validate():
-    """Both held-out losses, in nats per token and bits per byte. Batches are dealt to the ranks: any number gives the same."""
+    """Both held-out losses, in nats per token and bits per byte; the same for any number of ranks that share the work."""
     losses, targets, size = [], 0, 0
     for i, (ar, md) in enumerate(val_batches(data["val"][0], s)):
         scored = ar[2] > 0  # the same targets in both
         targets, size = targets + scored.sum(), size + token_bytes[ar[1][scored]].sum()
         losses += [model.loss(*map(on_device, batch))[1].item() if i % world == rank else 0.0 for batch in (ar, md)]
     total = gather(losses).sum(0).double().view(-1, 2).sum(0).tolist()
-    return {f"val_{k}{unit}": nats / n for unit, n in (("", targets), ("_bpb", size * math.log(2)))
+    return {f"val_{k}{unit}": nats / float(n) for unit, n in (("", targets), ("_bpb", size * math.log(2)))
             for k, nats in zip(("ar", "md"), total)}
-
 
 def save(name):
     """One file with all that is needed to go on, on any number of devices; it is complete or it is not there."""
@@ -143,7 +128,8 @@ def save(name):
         try:
             with open(path + ".tmp", "wb") as f:
                 torch.save({"model": model.state_dict(), "momentum": momentum, "adamw": adamw.state_dict(), "step": step,
-                            "running": running, "settings": vars(s), "data": meta["files"], "tokenizer": tokenizer}, f)
+                            "running": running, "records": records, "settings": vars(s), "data": meta["files"],
+                            "tokenizer": tokenizer}, f)
                 f.flush()
                 os.fsync(f.fileno())
             if name == "ckpt.pt" and s.keep > 1:  # a second name for the same file; only the newest `keep` of these stay
@@ -153,15 +139,14 @@ def save(name):
                 os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
             os.replace(path + ".tmp", path)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            problem = f"could not write {path} at step {step}; the checkpoint before it is intact ({str(error).splitlines()[0]})"
+            problem = f"could not write {path} at step {step}; the one before it is intact ({str(error).splitlines()[0]})"
             if os.path.exists(path + ".tmp"):
                 os.remove(path + ".tmp")
     agree(problem)
 
-
 def overfits(records, objective):
-    """The paper's overfitted run, made exact: at some time after its best, the held-out loss was more than 2% above it, while
-    the training loss (its mean since the validation before) was below its value at the best."""
+    """The paper's overfitted run, made exact: at some time after its best the held-out loss was more than 2% above it,
+    while the training loss (its mean since the validation before) was below its value at the best."""
     points, train = [], []
     for r in records:
         train += [r[f"train_{objective}"]] if f"train_{objective}" in r else []
@@ -170,10 +155,9 @@ def overfits(records, objective):
     best = min(range(len(points)), key=lambda i: points[i][0], default=0)
     return any(val > 1.02 * points[best][0] and loss < points[best][1] for val, loss in points[best:])
 
-
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
-step, records, log_size = 0, [], 0
+step, records = 0, []
 running = [0.0] * 4  # since the last record: the sum of AR losses, their number, the same for MD
 if resume:
     ckpt = load_checkpoint(s.out_dir)
@@ -185,26 +169,16 @@ if resume:
         model.load_state_dict(ckpt["model"])
         muon.scatter_momentum(ckpt["momentum"])
         adamw.load_state_dict(ckpt["adamw"])
-        step, running = ckpt["step"], ckpt["running"]
+        step, running, records = ckpt["step"], ckpt["running"], ckpt["records"]
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         die(f"the checkpoint in {s.out_dir} is of another model: {error}")
     del ckpt
-    try:
-        with open(log_path, "rb") if os.path.exists(log_path) else io.BytesIO() as f:
-            for line in f:  # what was logged after the checkpoint will be logged again; a last line may be torn
-                if not line.endswith(b"\n") or (record := json.loads(line))["step"] > step:
-                    break
-                records, log_size = records + [record], log_size + len(line)
-    except (ValueError, KeyError, TypeError) as error:
-        die(f"{log_path} is damaged, move it away to go on without it: {error}")
     say(f"resuming {s.out_dir} at step {step}")
-start, logged = step, bool(records) and records[-1]["step"] == step
-running = [0.0] * 4 if logged else running
-if (gather([step, logged]) != gather([step, logged])[0]).any():
+if (gather([step]) != step).any():
     die(f"the processes see different checkpoints: {s.out_dir} must be on a file system that all hosts share")
 if rank == 0:
-    with open(log_path, "ab") as f:
-        f.truncate(log_size)
+    with open(log_path, "w") as f:  # what was logged after the checkpoint will be logged again
+        f.writelines(json.dumps(record) + "\n" for record in records)
     if s.wandb:
         wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
 
@@ -217,14 +191,12 @@ say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1
 if S % alpha.denominator:
     say(f"{S} slots a step are no multiple of {alpha.denominator}: the mix alternates over steps")
 
-
 def stop(number, frame):
     """SIGTERM or Ctrl-C on any rank: all finish the step, save and exit."""
     say("stopping after this step ...")
     signals.append(number)
 
-
-signals, stopped = [], 0
+signals, stopped, start = [], 0, step
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
 pool = ThreadPoolExecutor(1)
@@ -235,7 +207,7 @@ while True:
     last, record = step == s.max_steps, None
     evaluate, log, checkpoint = (last or (every and step % every == 0)
                                  for every in (s.eval_interval, s.log_interval, s.save_interval))
-    if (evaluate or (log and step)) and not logged:
+    if (evaluate or (log and step)) and not (records and records[-1]["step"] == step):
         tokens, seconds = s.batch_size * T, time.time() - clock
         record = {"step": step, "tokens": step * tokens, "lr": learning_rate(step)}
         record |= {f"train_{k}": running[i] / running[i + 1] for k, i in (("ar", 0), ("md", 2)) if running[i + 1]}
@@ -244,29 +216,26 @@ while True:
         line = " | ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in record.items())
         if step > since:
             line += f" | ETA {timedelta(seconds=round((s.max_steps - step) * seconds / (step - since)))}"
+        records.append(record)
         if last:
-            trained = [k for k, share in (("ar", alpha), ("md", 1 - alpha)) if share]
-            record |= {"done": True, "overfit": any(overfits(records + [record], k) for k in trained)}
-    if step > start or not resume:
+            shares = ("ar", alpha), ("md", 1 - alpha)
+            record |= {"done": True, "overfit": any(share and overfits(records, k) for k, share in shares)}
+        running = [0.0] * 4
+    if step > start:
         if s.decay_steps and step == s.max_steps - s.decay_steps:
             save("ckpt_decay.pt")
-        if stopped or (checkpoint and step):
+        if stopped or checkpoint:
             save("ckpt.pt")
     if record:  # after the checkpoint: a log that says done is right
         say(line)
-        records.append(record)
         if rank == 0:
-            try:
-                with open(log_path, "a") as f:
-                    f.write(json.dumps(record) + "\n")
-            except OSError as error:
-                die(f"could not write {log_path}: {error}")
+            with open(log_path, "a") as f:
+                f.write(json.dumps(record) + "\n")
             if s.wandb:
                 wandb.log(record, step=step)
-        running, clock, since = [0.0] * 4, time.time(), step
+        clock, since = time.time(), step
     if last or stopped:
         break
-    logged = False
 
     # ---- one step: its gradient is the mean over S slots, a share alpha of which are AR ----
     stats = torch.zeros(2, 2, device=device)  # sum of losses, their number; of AR and of MD
@@ -309,6 +278,5 @@ if world > 1:
 if not last:
     say(f"stopped by a signal at step {step}, saved; go on with --resume=True")
     sys.exit(128 + stopped)
-command = "  python train.py " + shlex.join(arg for arg in sys.argv[1:] if not arg.startswith("--resume"))
-say(f"done, see {s.out_dir}. What each objective does alone:\n{command} --alpha=1 --out_dir={s.out_dir}_ar\n"
-    f"{command} --alpha=0 --out_dir={s.out_dir}_md")
+say(f"done, see {s.out_dir}. Next:\n  python eval.py --ckpt {s.out_dir}\n  python sample.py --ckpt {s.out_dir} --prompt 'The module'")
+say(f"  python sample.py --ckpt {s.out_dir} --mode infill --prompt 'Return the <mask:3> of a list.' --num_samples 4")

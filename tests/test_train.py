@@ -198,7 +198,7 @@ def test_overfit_is_the_papers_definition():
     source = open(os.path.join(ROOT, "train.py")).read()
     start = source.index("def overfits")
     space = {}
-    exec(source[start:source.index("\n\n\n", start)], space)
+    exec(source[start:source.index("\n\n", start)], space)
 
     def records(*pairs):
         return [{"val_ar": 7.0}] + [{"train_ar": t} if v is None else {"train_ar": t, "val_ar": v} for t, v in pairs]
