@@ -55,8 +55,9 @@ def open_data(data_dir, vocab_size):
             die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
-    return {split: (np.memmap(os.path.join(data_dir, split + ".bin"), np.uint16, "r"),
-                    np.memmap(os.path.join(data_dir, split + ".idx"), np.uint64, "r")) for split in ("train", "val")}, meta
+    tokens, starts = ([np.memmap(os.path.join(data_dir, split + end), dtype, "r") for split in ("train", "val")]
+                      for end, dtype in ((".bin", np.uint16), (".idx", np.uint64)))
+    return dict(zip(("train", "val"), zip(tokens, starts))), meta
 
 def bytes_per_token(tokenizer):
     """(V,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
@@ -94,7 +95,7 @@ class Stream:
         generator = random(self.seed, EPOCH, epoch)
         documents = generator.permutation(len(self.first))
         self.begin = self.first[documents]
-        self.bounds = np.concatenate(([0], np.cumsum(self.length[documents])))  # document d is [bounds[d], bounds[d + 1])
+        self.bounds = np.concatenate(([0], np.cumsum(self.length[documents])))  # d is [bounds[d], bounds[d + 1])
         self.shuffled = generator.permutation(self.W)
         self.epoch = epoch
 
@@ -112,10 +113,10 @@ class Stream:
             x[start - a:end - a] = self.tokens[start + offset:end + offset]
         return x
 
-# ---- the two objectives: inputs and weights of a window. Targets are x0[1:] in both: the one shift of the whole project. 
+# ---- the two objectives: inputs and weights of a window; the targets of both are x0[1:], the project's one shift -----
 
 def is_ar(slot, alpha):
-    """Slot `slot`, counted over all steps, runs AR; of any `den` consecutive slots exactly `num` do, alpha = num/den."""
+    """Slot `slot`, counted over all steps, runs AR; of any `den` in a row exactly `num` do, where alpha = num/den."""
     return slot * alpha.numerator % alpha.denominator < alpha.numerator
 
 def ar_example(x0):
@@ -125,10 +126,10 @@ def ar_example(x0):
 
 def md_example(x0, u, generator):
     """
-    Eq. (4), per token: 1/M int_0^1 E[1/t sum of CE over the masked] dt, where t masks each of M tokens. A set of k masks has
-    weight int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)) in it: as if k were uniform on 1..M, the set uniform given k, and the
-    loss the mean CE over its k tokens. So we draw k, by u in [0, 1), and no t: exact, no epsilon, less variance. Never masked:
-    special tokens, x0[0] (nothing predicts it), x0[T] (it is not an input).
+    Eq. (4), per token: 1/M int_0^1 E[1/t sum of CE over the masked] dt, where t is the probability of each of M masks.
+    A set of k masks has weight int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)) in it: as if k were uniform on 1..M, the
+    set uniform given k, and the loss the mean CE over its k tokens. So we draw k, by u in [0, 1), and no t: exact, no
+    epsilon, less variance. Never masked: special tokens, x0[0] (nothing predicts it), x0[T] (it is not an input).
     """
     maskable = 1 + np.flatnonzero(x0[1:-1] >= N_SPECIAL)
     k = min(1 + int(u * len(maskable)), len(maskable))
@@ -146,7 +147,8 @@ def collate(windows, examples, prefix, vocab_size):
 
 def train_slot(stream, s, step, slot):
     """Slot 0 <= slot < S of a step: micro_batch_size sequences, one objective; loss = the mean over its sequences."""
-    B, S, first = s.micro_batch_size, s.batch_size // s.micro_batch_size, step * s.batch_size + slot * s.micro_batch_size
+    B, S = s.micro_batch_size, s.batch_size // s.micro_batch_size
+    first = step * s.batch_size + slot * B
     ar = is_ar(step * S + np.arange(S), Fraction(s.alpha))
     windows = [stream.window(i) for i in range(first, first + B)]
     if ar[slot]:
@@ -161,8 +163,8 @@ def train_slot(stream, s, step, slot):
     return x, y, w / np.float32(B), prefix, bool(ar[slot])
 
 def val_batches(tokens, s):
-    """Both objectives on the same held-out targets, the maskable ones: masks and grid are fixed, for every seed and user.
-    Yields (ar batch, md batch), where a sequence's weights sum to its number of maskable targets M."""
+    """Both objectives on the same held-out targets, the maskable ones; masks and grid are fixed, for every seed and
+    user. Yields (ar batch, md batch), where a sequence's weights sum to its number of maskable targets M."""
     T, B, n = s.seq_len, s.micro_batch_size, min(s.eval_tokens, len(tokens) - 1) // s.seq_len
     grid = (random(0, COUNTS).permutation(n) + 0.5) / n
     for first in range(0, n, B):

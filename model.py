@@ -22,7 +22,7 @@ from data import BOS, MASK, N_SPECIAL
 def make_mask(segments, positions, prefix):
     """
     Who sees whom: the one rule behind every mode. A query sees a key of its own segment (a document of a packed window)
-    or of segment 0 (a context that all segments share), if the key is not in the future or lies among the first `prefix`
+    or of segment 0 (a context that all segments share), if the key is not in the future or among the first `prefix`
     positions: prefix 0 is causal (AR), T is bidirectional (MD), anything between is a prefix language model.
     segments, positions: (B, T); prefix: (B,). On CUDA a sparse block mask for FlexAttention, elsewhere (B, 1, T, T).
     """
@@ -99,8 +99,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, D, V):
-        """Normal, cut at two sigma: std sqrt(2 / 5D) into a block, in its SwiGLU damped with depth; 0 out of it, so that
-        every block starts as the identity; sqrt(2 / (D + V)) for embedding and head."""
+        """Normal, cut at two sigma: std sqrt(2 / 5D) into a block, in its SwiGLU damped with depth; 0 out of it, so
+        that every block starts as the identity; sqrt(2 / (D + V)) for embedding and head."""
         def normal(std, *layers):
             for layer in layers:
                 nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
@@ -135,8 +135,8 @@ class Transformer(nn.Module):
 
 class HeadLoss(torch.autograd.Function):
     """
-    The head and its loss, sum_i w_i (CE_i + z lse_i^2), with h (N, D), head (V, D), targets and w (N,). No more than CHUNK
-    logits exist at a time: the gradient of a chunk is computed at once, in the forward pass.
+    The head and its loss, sum_i w_i (CE_i + z lse_i^2), with h (N, D), head (V, D), targets and w (N,). No more than
+    CHUNK logits exist at a time: the gradient of a chunk is computed at once, in the forward pass.
     """
     CHUNK = 2 ** 24
 
@@ -179,7 +179,7 @@ def choose_device(device, dtype):
     return device, torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else torch.float32
 
 def load_checkpoint(path):
-    """The contents of a checkpoint file, or of the newest readable one in a run directory. Nothing in it is executed."""
+    """The contents of a checkpoint file, or of the newest readable one in a run directory; nothing is executed."""
     if not os.path.exists(path):
         die(f"no such checkpoint: {path}")
     files = glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")) if os.path.isdir(path) else [path]

@@ -13,8 +13,8 @@ def orthogonalize(G):
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: small singular values grow fast
     X = G.mT if G.size(-2) > G.size(-1) else G
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # all singular values are now at most 1
-    # every step multiplies X from the left by Q = aI + bA + cA^2, and these all commute. So for a wide X it is cheaper to
-    # follow A alone, A <- Q A Q, collect P = Q5 .. Q1 and apply it once. fp32 only: bf16 rounding of A can blow up.
+    # every step multiplies X from the left by Q = aI + bA + cA^2, and these all commute. So for a wide X it is cheaper
+    # to follow A alone, A <- Q A Q, collect P = Q5 .. Q1 and apply it once. fp32 only: bf16 rounding of A can blow up.
     wide = X.dtype == torch.float32 and X.size(-1) > 1.5 * X.size(-2)
     for step in range(5):
         if step == 0 or not wide:

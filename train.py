@@ -96,8 +96,8 @@ torch.manual_seed(s.seed)
 model = Transformer(s, dtype).to(device)
 matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
 others = [p for name, p in model.named_parameters() if p.ndim == 1 or not name.startswith("blocks")]
-muon = Muon(matrices, s.learning_rate, s.momentum, s.weight_decay, torch.bfloat16 if device == "cuda" else torch.float32)
-adamw = torch.optim.AdamW(others, s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay, fused=device != "mps")
+muon = Muon(matrices, s.learning_rate, s.momentum, s.weight_decay, dtype if device == "cuda" else torch.float32)
+adamw = torch.optim.AdamW(others, s.learning_rate, (0.9, 0.95), weight_decay=s.weight_decay, fused=device != "mps")
 if s.compile:
     if device == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
         die("torch.compile needs a C++ compiler on a CPU: use --compile=False")
@@ -111,7 +111,7 @@ def learning_rate(step):
 
 @torch.no_grad()
 def validate():
-    """Both held-out losses, in nats per token and bits per byte; the same for any number of ranks that share the work."""
+    """Both held-out losses, in nats per token and bits per byte; the same on any number of ranks."""
     losses, targets, size = [], 0, 0
     for i, (ar, md) in enumerate(val_batches(data["val"][0], s)):
         scored = ar[2] > 0  # the same targets in both
@@ -127,19 +127,20 @@ def save(name):
     if rank == 0:
         try:
             with open(path + ".tmp", "wb") as f:
-                torch.save({"model": model.state_dict(), "momentum": momentum, "adamw": adamw.state_dict(), "step": step,
-                            "running": running, "records": records, "settings": vars(s), "data": meta["files"],
-                            "tokenizer": tokenizer}, f)
+                torch.save({"model": model.state_dict(), "momentum": momentum, "adamw": adamw.state_dict(),
+                            "step": step, "running": running, "records": records, "settings": vars(s),
+                            "data": meta["files"], "tokenizer": tokenizer}, f)
                 f.flush()
                 os.fsync(f.fileno())
-            if name == "ckpt.pt" and s.keep > 1:  # a second name for the same file; only the newest `keep` of these stay
+            if name == "ckpt.pt" and s.keep > 1:  # a second name for the file; the newest `keep` of these stay
                 kept = {int(f[5:-3]) for f in os.listdir(s.out_dir) if f.startswith("ckpt_") and f[5:-3].isdigit()}
                 for old in kept - set(sorted(k for k in kept if k < step)[1 - s.keep:]):
                     os.remove(os.path.join(s.out_dir, f"ckpt_{old}.pt"))
                 os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
             os.replace(path + ".tmp", path)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            problem = f"could not write {path} at step {step}; the one before it is intact ({str(error).splitlines()[0]})"
+            reason = str(error).splitlines()[0]
+            problem = f"could not write {path} at step {step}; the checkpoint before it is intact ({reason})"
             if os.path.exists(path + ".tmp"):
                 os.remove(path + ".tmp")
     agree(problem)
@@ -278,5 +279,6 @@ if world > 1:
 if not last:
     say(f"stopped by a signal at step {step}, saved; go on with --resume=True")
     sys.exit(128 + stopped)
-say(f"done, see {s.out_dir}. Next:\n  python eval.py --ckpt {s.out_dir}\n  python sample.py --ckpt {s.out_dir} --prompt 'The module'")
-say(f"  python sample.py --ckpt {s.out_dir} --mode infill --prompt 'Return the <mask:3> of a list.' --num_samples 4")
+say(f"done, see {s.out_dir}. Next:\n  python eval.py --ckpt {s.out_dir}\n"
+    f"  python sample.py --ckpt {s.out_dir} --prompt 'The module'\n"
+    f"  python sample.py --ckpt {s.out_dir} --mode infill --prompt 'Return the <mask:3> of a list.'")
