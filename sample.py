@@ -4,7 +4,7 @@ Text from a trained model, in each of the ways it can be read.
     python sample.py --ckpt out/demo --prompt "The module"                          # ar: from left to right
     python sample.py --ckpt out/demo --mode prefix --prompt "The module" "A list"   # each prompt is read both ways
     python sample.py --ckpt out/demo --mode diffusion --prompt "A list" --steps 32 --order confidence --watch
-    python sample.py --ckpt out/demo --mode infill --prompt "Return the <mask:3> of a list." --num_samples 4
+    python sample.py --ckpt out/demo --mode infill --prompt "Return the<mask:3> of a list." --num_samples 4
 """
 import argparse
 import re
@@ -16,31 +16,39 @@ from configurator import die
 from data import BOS, MASK, N_SPECIAL, random
 from model import load_model, make_mask
 
-ORDERS = {"random": lambda p, g: torch.rand(len(p), generator=g, device=p.device),  # (M, V) probabilities -> (M,) in [0, 1]:
+ORDERS = {"random": lambda p, g: torch.rand(len(p), generator=g, device=p.device),  # (M, V) probabilities -> (M,):
           "confidence": lambda p, g: p.amax(-1),                                     # the highest is unmasked first
           "margin": lambda p, g: -p.topk(2).values.diff()[:, 0],
-          "entropy": lambda p, g: torch.exp(-torch.special.entr(p).sum(-1))}
+          "entropy": lambda p, g: torch.exp(-torch.special.entr(p).sum(-1))}  # all within [0, 1]
 
 
 def draw(logits, generators, s):
     """(N, V) logits -> (N,) tokens, each by its own generator; in fp64, because noise in fp32 cuts off the tail."""
     if s.temperature == 0:
         return logits.argmax(-1).cpu()
-    logits = logits.double() / s.temperature
+    logits = (logits.double() - logits.amax(-1, keepdim=True)) / s.temperature
     if s.top_k:
         logits = logits.masked_fill(logits < logits.topk(min(s.top_k, logits.shape[-1])).values[:, -1:], -torch.inf)
     p = logits.softmax(-1)
     if s.top_p < 1:  # the fewest tokens whose probabilities reach top_p
         high, order = p.sort(descending=True)
         p = p.scatter(-1, order, high.masked_fill(high.cumsum(-1) - high >= s.top_p, 0))
-    return torch.tensor([int(torch.multinomial(q, 1, generator=g)) for q, g in zip(p, generators)], dtype=torch.long)
+    return torch.tensor([int(torch.multinomial(q, 1, generator=g)) for q, g in zip(p, generators)])
+
+
+def prepare(model):
+    """For decoding: cast once, not at every step; and tall matrices by columns, so a product with one vector is faster."""
+    model.to(model.dtype)
+    for p in (*model.blocks.parameters(), model.head.weight):
+        if p.ndim == 2 and len(p) > p.shape[1]:
+            p.data = p.data.t().contiguous().t()
 
 
 def lay_out(rows, n_free, both_ways, device):
-    """Rows -> tokens (B, S), mask (B, 1, S, S), positions (B, S). Rows are padded on the left, padding is a segment of its
-    own, and have n_free places for more tokens on the right; both hold <s>, which no text contains."""
+    """Rows -> tokens (B, S), mask (B, 1, S, S), positions (B, S): padding on the left, which is a segment of its own,
+    and n_free places for new tokens on the right. Both hold <s>, which no text contains."""
     lengths = torch.tensor([len(row) for row in rows])
-    P = int(lengths.max())
+    P = max(lengths).item()
     x = torch.tensor([[BOS] * (P - len(row)) + row + [BOS] * n_free for row in rows])
     positions = torch.arange(P + n_free) - (P - lengths)[:, None]
     mask = make_mask(torch.where(positions < 0, -1, 1), positions, lengths * both_ways)  # on the CPU, so a dense one
@@ -50,83 +58,84 @@ def lay_out(rows, n_free, both_ways, device):
 @torch.inference_mode()
 def extend(model, rows, generators, s):
     """Token after token until <s>, with a cache; the prompt is read once, in mode prefix in both directions."""
-    device, start = model.embed.weight.device, 0
-    x, mask, positions = lay_out(rows, s.length, s.mode == "prefix", device)
-    (B, S), ended = x.shape, torch.zeros(len(rows), dtype=torch.bool)
-    cache = [torch.empty(2, B, b.n_head, S, model.head_width, dtype=model.dtype, device=device) for b in model.blocks]
+    x, mask, positions = lay_out(rows, s.length, s.mode == "prefix", model.embed.weight.device)
+    (B, S), H, start, ended = x.shape, model.blocks[0].n_head, 0, torch.zeros(len(rows), dtype=torch.bool)
+    cache = torch.empty(len(model.blocks), 2, B, H, S, model.head_width, dtype=model.dtype, device=mask.device)
     for end in range(S - s.length, S):
-        h = model.hidden(x[:, start:end].to(device), mask[:, :, start:end, :end], positions[:, start:end], cache)
+        new = x[:, start:end].to(mask.device)
+        h = model.hidden(new, mask[:, :, start:end, :end], positions[:, start:end], list(cache))
         logits = model.head(h[:, -1]).float()
         logits[:, :BOS] = logits[:, BOS + 1:N_SPECIAL] = -torch.inf
         x[:, end] = draw(logits, generators, s).masked_fill(ended, BOS)
+        start, ended = end, x[:, end] == BOS
         yield x
-        ended, start = ended | (x[:, end] == BOS), end
         if ended.all():
-            break
+            return
 
 
 @torch.inference_mode()
 def fill(model, rows, generators, s):
-    """Replace all masks in s.steps steps, equally many in each, s.block at a time from left to right. Where is decided
-    before what, by the distribution without temperature and noise, so that a token is a fair draw: at random places,
-    one at a time, a text comes with its any-order probability."""
+    """Replace all masks in s.steps steps, equally many in each, s.block at a time from left to right. Where comes
+    before what, from the distribution without temperature and noise; one at a time at random is any-order sampling."""
     x, mask, positions = lay_out(rows, 0, True, model.embed.weight.device)
     holes, block = [row.nonzero()[:, 0] for row in x == MASK], s.block or x.shape[1]
     for step in range(s.steps):
         h = model.hidden(x.to(mask.device), mask, positions)
         for row, state, hole, g in zip(x, h, holes, generators):
             done, goal = len(hole) * step // s.steps, len(hole) * (step + 1) // s.steps
-            left = (row[hole[:-(-goal // block) * block]] == MASK).nonzero()[:, 0]  # in blocks that this step reaches
-            logits = model.head(state[hole[left] - 1]).float()  # the token at p is predicted at p - 1
-            logits[:, :N_SPECIAL] = -torch.inf
-            sure = ORDERS[s.order](logits.softmax(-1), g).cpu().double() - 2 * (left // block)
-            best = sure.topk(goal - done).indices
-            row[hole[left[best]]] = draw(logits[best], [g] * len(best), s)
+            if goal > done:
+                left = (row[hole[:-(-goal // block) * block]] == MASK).nonzero()[:, 0]  # in the blocks reached
+                logits = model.head(state[hole[left] - 1]).float()  # the token at p is predicted at p - 1
+                logits[:, :N_SPECIAL] = -torch.inf
+                sure = ORDERS[s.order](logits.softmax(-1), g).cpu() - 2 * (left // block)
+                best = sure.topk(goal - done).indices
+                row[hole[left[best]]] = draw(logits[best], [g] * len(best), s)
         yield x
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", nargs="+", help="texts; for infill with gaps: <mask> is one token, <mask:12> twelve")
+    parser.add_argument("--prompt", nargs="+", help="texts; for infill with gaps: <mask> is a token, <mask:12> twelve")
     parser.add_argument("--watch", action="store_true", help="show every step")
     choices = {"mode": ("ar", "prefix", "diffusion", "infill"), "order": ORDERS}
     for flag, default, text in (
-            ("ckpt", "", "checkpoint file or run directory"), ("mode", "ar", ""), ("order", "random", "of unmasking"),
+            ("ckpt", "out/demo", "file or run directory"), ("mode", "ar", ""), ("order", "random", "of unmasking"),
             ("prompt_file", "", "one text; without this and --prompt: standard input"), ("length", 64, "new tokens"),
-            ("steps", 0, "of unmasking (default: one per mask)"), ("block", 0, "unmask so many at a time, left to right"),
-            ("temperature", 1.0, "0: the likeliest"), ("top_k", 0, "of so many tokens"), ("top_p", 1.0, "of this share"),
+            ("steps", 0, "of unmasking (default: one per mask)"), ("block", 0, "so many at a time, left to right"),
+            ("temperature", 1.0, "0: the likeliest"), ("top_k", 0, "of so many"), ("top_p", 1.0, "of this share"),
             ("num_samples", 1, "of each prompt"), ("seed", 1, "same seed, same text")):
         parser.add_argument("--" + flag, default=default, type=type(default), help=text, choices=choices.get(flag))
     s = parser.parse_args()
-    if not (0 <= s.temperature < 1e6 and 0 < s.top_p <= 1 and s.length > 0 < s.num_samples
-            and min(s.steps, s.block, s.top_k, s.seed) >= 0):
+    if not (0 <= s.temperature < 1e6 and 0 < s.top_p <= 1 <= min(s.length, s.num_samples)
+            and 0 <= min(s.steps, s.block, s.top_k, s.seed)):
         die("--length and --num_samples are at least 1, --top_p is a share up to 1, other numbers are at least 0")
     model, tokenizer, checkpoint = load_model(s.ckpt, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no fp64
-    model.to(model.dtype)  # cast once, not at every step
-    for p in (*model.blocks.parameters(), model.head.weight):
-        if p.ndim == 2 and len(p) > p.shape[1]:  # a matrix-vector product runs faster along the longer side
-            p.data = p.data.t().contiguous().t()
-
+    prepare(model)
     rows, T, causal = [], checkpoint["settings"].seq_len, s.mode in ("ar", "prefix")
+    # the released models' tokenizer puts a space before every text; after a gap it would be one too many
+    added = tokenizer.normalizer.normalize_str("a")[:-1] if tokenizer.normalizer else ""
     try:
         for prompt in s.prompt or [open(s.prompt_file or 0, encoding="utf-8").read().removesuffix("\n")]:
-            pieces = re.split(r"<mask(?::(\d{1,6}))?>", prompt) if s.mode == "infill" else [prompt, s.length][:2 - causal]
-            rows.append([BOS])
-            for i, piece in enumerate(pieces):  # text and the number of masks after it alternate
-                rows[-1] += [MASK] * int(piece or 1) if i % 2 else tokenizer.encode(piece, add_special_tokens=False).ids
+            gap = r"<mask(?::(\d{1,9}))?>"  # text and the number of masks after it alternate
+            first, *rest = re.split(gap, prompt) if s.mode == "infill" else [prompt, s.length, ""][:3 - 2 * causal]
+            texts = [first] + [text.removeprefix(added) for text in rest[1::2]]
+            ids = [x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False)]
+            masks = [[MASK] * min(int(n or 1), 10 ** 6) for n in rest[::2]]  # None: a plain <mask>
+            rows.append(sum(([*m, *i] for m, i in zip([[BOS], *masks], ids)), []))
     except (UnicodeError, TypeError):
         die("the prompt is not valid UTF-8")
     P, masks = max(map(len, rows)), max(row.count(MASK) for row in rows)
     if P + s.length * causal > T + causal:  # the last token of ar and prefix is no input
         die(f"{P} tokens (<s>, prompt, masks) and {s.length * causal} more do not fit into this model's window of {T}")
-    if masks == 0 and not causal:
+    if not causal and not masks:
         die("nothing to fill in: write <mask> or <mask:12> into the prompt")
     s.steps = min(s.steps or masks, masks)
+    rows = [row for row in rows for _ in range(s.num_samples)]
     # a text depends on its prompt, its number among the samples and the seed, not on what else is in the batch
-    seeds = [int(random(s.seed, i).integers(2 ** 63)) for _ in rows for i in range(s.num_samples)]
+    seeds = [int(random(s.seed, i % s.num_samples).integers(2 ** 63)) for i in range(len(rows))]
     generators = [torch.Generator(model.embed.weight.device).manual_seed(seed) for seed in seeds]
-    blank = tokenizer.token_to_id("_")
-    for x in (extend if causal else fill)(model, [row for row in rows for _ in range(s.num_samples)], generators, s):
+    for x in (extend if causal else fill)(model, rows, generators, s):
         if s.watch:
-            print("\033[2J\033[H" * sys.stdout.isatty(), *tokenizer.decode_batch(x.masked_fill(x == MASK, blank).tolist()), sep="\n")
+            frame = tokenizer.decode_batch(x.masked_fill(x == MASK, tokenizer.token_to_id("_")).tolist())
+            print("\033[2J\033[H" * sys.stdout.isatty(), *frame, sep="\n")
     print(*tokenizer.decode_batch(x.tolist()), sep="\n---------------\n")

@@ -249,8 +249,11 @@ def test_as_a_user_calls_it(tmp_path, monkeypatch, capsys):
 
     (tmp_path / "p.txt").write_text("ba do\n")
     assert sample("--prompt_file", tmp_path / "p.txt", "--temperature", 0) == sample("--prompt", "ba do", "--temperature", 0)
+    for argv in (["--temperature", 1e-320], ["--mode", "diffusion", "--temperature", 1e-320]):  # below what can be divided by
+        assert sample("--prompt", "ba", "--length", 4, *argv) == sample("--prompt", "ba", "--length", 4, *argv[:-1], 0)
     for argv, message in (
-            (["--prompt", "bababa" * 40], "window of 32"), (["--prompt", "a", "--length", 32], "2 tokens"),
+            (["--prompt", "bababa" * 40], "window of 32"), (["--mode", "diffusion", "--prompt", "a", "--length", 10 ** 10], "1000002"),
+            (["--mode", "infill", "--prompt", "a <mask:0>"], "nothing to fill in"), (["--prompt", "a", "--length", 32], "2 tokens"),
             (["--mode", "infill", "--prompt", "a <mask:900000>"], "900003 tokens"),
             (["--mode", "infill", "--prompt", "a"], "nothing to fill in"), (["--prompt", "\udcff"], "UTF-8"),
             (["--temperature", "nan"], "--top_p is a share"), (["--top_p", 0], "--top_p is a share"),
@@ -258,6 +261,33 @@ def test_as_a_user_calls_it(tmp_path, monkeypatch, capsys):
         error = sample(*argv)
         assert error.startswith("error: ") and message in error and "\n" not in error, error
     assert not sample("--prompt", "a", "--length", 31).startswith("error")  # the window to its last token
+
+
+def test_gaps_anywhere(tmp_path, monkeypatch, capsys):
+    """At both ends, side by side and empty ones: the text around them stays, and each prompt is as if it were alone."""
+    ckpt = save_checkpoint(tmp_path, seq_len=32)
+
+    def sample(*prompts):
+        text = script(monkeypatch, capsys, "sample.py", "--ckpt", ckpt, "--mode", "infill", "--steps", 3, "--prompt", *prompts)
+        return text.removesuffix("\n").split("\n---------------\n")
+    prompts = ["<mask:3> ba <mask>", "<mask><mask:2>", "one<mask:0> two <mask:2>!", "do<mask:9>"]
+    together = sample(*prompts)
+    assert together == [sample(prompt)[0] for prompt in prompts]
+    assert " ba " in together[0] and together[2].startswith("one two ") and together[2].endswith("!")
+
+
+def test_a_tokenizer_that_adds_a_space(tmp_path, monkeypatch, capsys):
+    """The released models' puts a space before every text it encodes: not once more after a gap."""
+    s, seen = tiny_settings(), []
+    tokenizer = tiny_tokenizer(tokenizers.normalizers.Prepend(" ")).to_str()
+    torch.save({"model": random_model(s).state_dict(), "settings": vars(s), "step": 6, "tokenizer": tokenizer}, tmp_path / "ckpt.pt")
+    monkeypatch.setattr(tokenizers.Tokenizer, "decode_batch", lambda self, ids: seen.append(ids) or [""], raising=True)
+    script(monkeypatch, capsys, "sample.py", "--ckpt", tmp_path, "--mode", "infill", "--prompt", "ba<mask:2> do")
+    text = tokenizers.Tokenizer.from_str(tokenizer).decode([i for i in seen[0][0][:-2]][1:])
+    ids = seen[0][0]
+    whole = tokenizers.Tokenizer.from_str(tokenizer)
+    assert ids[1:1 + len(whole.encode("ba").ids)] == whole.encode("ba").ids
+    assert ids[-len(whole.encode("do").ids):] == whole.encode("do").ids and len(ids) == 3 + len(whole.encode("ba").ids + whole.encode("do").ids), text
 
 
 def test_standard_input(tmp_path):
