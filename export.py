@@ -21,11 +21,11 @@ from model import Transformer, load_model
 NAMES = {  # of a layer: here, in a Llama of transformers, in a released model
     "embed": ("model.embed_tokens", "embedding.word_embedding"), "norm": ("model.norm", "classifier.pre_norm"),
     "projection": ("", "classifier.projection"), "head": ("lm_head", "classifier.emb2vocab"),
-    "attention_norm": ("input_layernorm", "attention.pre_norm"), "ff_norm": ("post_attention_layernorm", "mlp.pre_norm"),
-    "q": ("self_attn.q_proj", "attention.qkv_proj.weights.0"), "k": ("self_attn.k_proj", "attention.qkv_proj.weights.1"),
-    "v": ("self_attn.v_proj", "attention.qkv_proj.weights.2"), "o": ("self_attn.o_proj", "attention.out_proj"),
-    "gate": ("mlp.gate_proj", "mlp.up_proj.weights.1"), "up": ("mlp.up_proj", "mlp.up_proj.weights.0"),
-    "down": ("mlp.down_proj", "mlp.down_proj")}
+    "attention_norm": ("input_layernorm", "attention.pre_norm"),
+    "ff_norm": ("post_attention_layernorm", "mlp.pre_norm"), "o": ("self_attn.o_proj", "attention.out_proj"),
+    "down": ("mlp.down_proj", "mlp.down_proj"), "gate": ("mlp.gate_proj", "mlp.up_proj.weights.1"),
+    "up": ("mlp.up_proj", "mlp.up_proj.weights.0"),
+    **{x: (f"self_attn.{x}_proj", f"attention.qkv_proj.weights.{i}") for i, x in enumerate("qkv")}}
 
 
 def rename(name, official):
@@ -48,9 +48,9 @@ def to_llama(ckpt, out):
     ids = dict(bos_token_id=BOS, eos_token_id=BOS, pad_token_id=tokenizer.token_to_id("<pad>"))
     for name, content in dict(
             config=dict(ids, architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="float32",
-                        vocab_size=s.vocab_size, hidden_size=s.n_embd, intermediate_size=s.n_ff, rope_theta=s.rope_theta,
+                        vocab_size=s.vocab_size, hidden_size=s.n_embd, intermediate_size=s.n_ff,
                         num_hidden_layers=s.n_layer, num_attention_heads=s.n_head, tie_word_embeddings=False,
-                        rms_norm_eps=s.norm_eps, max_position_embeddings=s.seq_len),
+                        rms_norm_eps=s.norm_eps, rope_theta=s.rope_theta, max_position_embeddings=s.seq_len),
             generation_config=dict(ids, suppress_tokens=[i for i in range(N_SPECIAL) if i != BOS]),
             tokenizer_config=dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<s>",
                                   pad_token="<pad>", mask_token="<mask>", split_special_tokens=True,
@@ -60,11 +60,12 @@ def to_llama(ckpt, out):
     log = (path if path.is_dir() else path.parent) / "log.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
     val = [r for r in map(json.loads, (x for x in lines if '"val_ar"' in x and x[-1] == "}")) if r["step"] <= step]
-    losses = "Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n"
+    text = "Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n"
+    losses = text.format(**val[-1]) if val else ""
     (out / "README.md").write_text(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\nA plain Llama, trained by nanodual on "
-        f"autoregression (AR) and masked diffusion (MD): share of AR alpha = {s.alpha}, R = {s.repetitions} repetitions, "
-        f"{step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n{losses.format(**val[-1]) if val else ''}"
+        f"autoregression (AR) and masked diffusion (MD): share of AR alpha = {s.alpha}, R = {s.repetitions} repeti"
+        f"tions, {step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n{losses}"
         "A text begins with `<s>`, which the tokenizer adds, and ends with it.\n")
 
 

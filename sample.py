@@ -13,17 +13,16 @@ import sys
 import torch
 
 from configurator import die
-from data import BOS, MASK, N_SPECIAL, random
+from data import BOS, MASK, N_SPECIAL
 from model import load_model, make_mask
 
-ORDERS = {"random": lambda p, g: torch.rand(len(p), generator=g, device=p.device),  # (M, V) probabilities -> (M,):
-          "confidence": lambda p, g: p.amax(-1),                                     # the highest is unmasked first
-          "margin": lambda p, g: -p.topk(2).values.diff()[:, 0],
-          "entropy": lambda p, g: torch.exp(-torch.special.entr(p).sum(-1))}  # all within [0, 1]
+ORDERS = {"random": lambda p, g: torch.rand(len(p), generator=g, device=p.device),  # (M, V) probabilities -> (M,)
+          "confidence": lambda p, g: p.amax(-1), "margin": lambda p, g: -p.topk(2).values.diff()[:, 0],  # in [0, 1],
+          "entropy": lambda p, g: (-torch.special.entr(p).sum(-1)).exp()}  # the highest is unmasked first
 
 
-def draw(logits, generators, s):
-    """(N, V) logits -> (N,) tokens, each by its own generator; in fp64, because noise in fp32 cuts off the tail."""
+def draw(logits, g, s):
+    """(N, V) logits -> (N,) tokens, in fp64, because noise in fp32 cuts off the tail."""
     if s.temperature == 0:
         return logits.argmax(-1).cpu()
     logits = (logits.double() - logits.amax(-1, keepdim=True)) / s.temperature
@@ -33,14 +32,13 @@ def draw(logits, generators, s):
     if s.top_p < 1:  # the fewest tokens whose probabilities reach top_p
         high, order = p.sort(descending=True)
         p = p.scatter(-1, order, high.masked_fill(high.cumsum(-1) - high >= s.top_p, 0))
-    return torch.tensor([int(torch.multinomial(q, 1, generator=g)) for q, g in zip(p, generators)])
+    return torch.multinomial(p, 1, generator=g)[:, 0].cpu()
 
 
 def prepare(model):
-    """For decoding: cast once, not at every step; and tall matrices by columns, so a product with one vector is faster."""
-    model.to(model.dtype)
-    for p in (*model.blocks.parameters(), model.head.weight):
-        if p.ndim == 2 and len(p) > p.shape[1]:
+    """For decoding: cast once, not at every step; tall matrices by columns, which a single vector passes faster."""
+    for p in model.to(model.dtype).parameters():
+        if p.ndim == 2 and len(p) > p.shape[1] and p is not model.embed.weight:
             p.data = p.data.t().contiguous().t()
 
 
@@ -56,7 +54,7 @@ def lay_out(rows, n_free, both_ways, device):
 
 
 @torch.inference_mode()
-def extend(model, rows, generators, s):
+def extend(model, rows, g, s):
     """Token after token until <s>, with a cache; the prompt is read once, in mode prefix in both directions."""
     x, mask, positions = lay_out(rows, s.length, s.mode == "prefix", model.embed.weight.device)
     (B, S), H, start, ended = x.shape, model.blocks[0].n_head, 0, torch.zeros(len(rows), dtype=torch.bool)
@@ -66,7 +64,7 @@ def extend(model, rows, generators, s):
         h = model.hidden(new, mask[:, :, start:end, :end], positions[:, start:end], list(cache))
         logits = model.head(h[:, -1]).float()
         logits[:, :BOS] = logits[:, BOS + 1:N_SPECIAL] = -torch.inf
-        x[:, end] = draw(logits, generators, s).masked_fill(ended, BOS)
+        x[:, end] = draw(logits, g, s).masked_fill(ended, BOS)
         start, ended = end, x[:, end] == BOS
         yield x
         if ended.all():
@@ -74,14 +72,14 @@ def extend(model, rows, generators, s):
 
 
 @torch.inference_mode()
-def fill(model, rows, generators, s):
+def fill(model, rows, g, s):
     """Replace all masks in s.steps steps, equally many in each, s.block at a time from left to right. Where comes
     before what, from the distribution without temperature and noise; one at a time at random is any-order sampling."""
     x, mask, positions = lay_out(rows, 0, True, model.embed.weight.device)
     holes, block = [row.nonzero()[:, 0] for row in x == MASK], s.block or x.shape[1]
     for step in range(s.steps):
         h = model.hidden(x.to(mask.device), mask, positions)
-        for row, state, hole, g in zip(x, h, holes, generators):
+        for row, state, hole in zip(x, h, holes):
             done, goal = len(hole) * step // s.steps, len(hole) * (step + 1) // s.steps
             if goal > done:
                 left = (row[hole[:-(-goal // block) * block]] == MASK).nonzero()[:, 0]  # in the blocks reached
@@ -89,7 +87,7 @@ def fill(model, rows, generators, s):
                 logits[:, :N_SPECIAL] = -torch.inf
                 sure = ORDERS[s.order](logits.softmax(-1), g).cpu() - 2 * (left // block)
                 best = sure.topk(goal - done).indices
-                row[hole[left[best]]] = draw(logits[best], [g] * len(best), s)
+                row[hole[left[best]]] = draw(logits[best], g, s)
         yield x
 
 
@@ -106,8 +104,8 @@ if __name__ == "__main__":
             ("num_samples", 1, "of each prompt"), ("seed", 1, "same seed, same text")):
         parser.add_argument("--" + flag, default=default, type=type(default), help=text, choices=choices.get(flag))
     s = parser.parse_args()
-    if not (0 <= s.temperature < 1e6 and 0 < s.top_p <= 1 <= min(s.length, s.num_samples)
-            and 0 <= min(s.steps, s.block, s.top_k, s.seed)):
+    least = min(s.length - 1, s.num_samples - 1, s.steps, s.block, s.top_k, s.seed)
+    if least < 0 or s.seed >= 2 ** 63 or not (0 <= s.temperature < 1e6 and 0 < s.top_p <= 1):
         die("--length and --num_samples are at least 1, --top_p is a share up to 1, other numbers are at least 0")
     model, tokenizer, checkpoint = load_model(s.ckpt, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no fp64
     prepare(model)
@@ -116,12 +114,12 @@ if __name__ == "__main__":
     added = tokenizer.normalizer.normalize_str("a")[:-1] if tokenizer.normalizer else ""
     try:
         for prompt in s.prompt or [open(s.prompt_file or 0, encoding="utf-8").read().removesuffix("\n")]:
-            gap = r"<mask(?::(\d{1,9}))?>"  # text and the number of masks after it alternate
-            first, *rest = re.split(gap, prompt) if s.mode == "infill" else [prompt, s.length, ""][:3 - 2 * causal]
-            texts = [first] + [text.removeprefix(added) for text in rest[1::2]]
-            ids = [x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False)]
-            masks = [[MASK] * min(int(n or 1), 10 ** 6) for n in rest[::2]]  # None: a plain <mask>
-            rows.append(sum(([*m, *i] for m, i in zip([[BOS], *masks], ids)), []))
+            gaps = re.split(r"<mask(?::(\d{1,9}))?>", prompt)
+            pieces = gaps if s.mode == "infill" else [prompt, s.length][:2 - causal]
+            rows.append([BOS])
+            for i, piece in enumerate(pieces):  # text and the number of masks after it alternate
+                rows[-1] += [MASK] * min(int(piece or 1), 10 ** 6) if i % 2 else tokenizer.encode(
+                    piece.removeprefix(added * (i > 0)), add_special_tokens=False).ids
     except (UnicodeError, TypeError):
         die("the prompt is not valid UTF-8")
     P, masks = max(map(len, rows)), max(row.count(MASK) for row in rows)
@@ -130,11 +128,8 @@ if __name__ == "__main__":
     if not causal and not masks:
         die("nothing to fill in: write <mask> or <mask:12> into the prompt")
     s.steps = min(s.steps or masks, masks)
-    rows = [row for row in rows for _ in range(s.num_samples)]
-    # a text depends on its prompt, its number among the samples and the seed, not on what else is in the batch
-    seeds = [int(random(s.seed, i % s.num_samples).integers(2 ** 63)) for i in range(len(rows))]
-    generators = [torch.Generator(model.embed.weight.device).manual_seed(seed) for seed in seeds]
-    for x in (extend if causal else fill)(model, rows, generators, s):
+    g = torch.Generator(model.embed.weight.device).manual_seed(s.seed)
+    for x in (extend if causal else fill)(model, [row for row in rows for _ in range(s.num_samples)], g, s):
         if s.watch:
             frame = tokenizer.decode_batch(x.masked_fill(x == MASK, tokenizer.token_to_id("_")).tolist())
             print("\033[2J\033[H" * sys.stdout.isatty(), *frame, sep="\n")

@@ -15,7 +15,7 @@ from conftest import tiny_settings
 from data import BOS, MASK, N_SPECIAL
 from model import Transformer, load_model, make_mask
 from sample import extend
-from test_sample import generators, last, options, save_checkpoint, script, tiny_tokenizer
+from test_sample import generator, last, options, save_checkpoint, script, tiny_tokenizer
 
 SIZES = dict(n_layer=3, n_head=4, n_embd=64, n_ff=100, seq_len=64)
 
@@ -71,7 +71,7 @@ def test_the_same_greedy_continuation(exported, auto):
     for text in ("ba do", "", "x <mask>"):
         inputs = auto[1](text, return_tensors="pt")
         theirs = auto[0].generate(**inputs, max_new_tokens=30, do_sample=False)[0].tolist()
-        ours = last(extend(model, [inputs["input_ids"][0].tolist()], generators(1), options(length=30, temperature=0)))[0].tolist()
+        ours = last(extend(model, [inputs["input_ids"][0].tolist()], generator(), options(length=30, temperature=0)))[0].tolist()
         assert theirs == ours[:len(theirs)] and set(ours[len(theirs):]) <= {BOS}
 
 
@@ -195,7 +195,7 @@ def test_released_weights(small, tmp_path, monkeypatch, capsys, kind, prefix):
         theirs = tokenizers.Tokenizer.from_str(f.read())
     assert tokenizer.encode("ba").ids == theirs.encode("ba").ids != tiny_tokenizer().encode("ba").ids  # as it is
     # it samples, and it neither trains nor becomes a Llama
-    assert last(extend(model, [[BOS, 20]], generators(1), options(length=5))).shape == (1, 7)
+    assert last(extend(model, [[BOS, 20]], generator(), options(length=5))).shape == (1, 7)
     with pytest.raises(SystemExit, match="cannot be trained"):
         model.loss(tokens, tokens, torch.ones(1, 20), torch.tensor([0]))
     assert "a Llama has not" in script(monkeypatch, capsys, "export.py", "--ckpt", tmp_path / "official", "--out", tmp_path / "hf")

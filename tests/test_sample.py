@@ -23,8 +23,8 @@ def options(**changes):
                         **changes})
 
 
-def generators(n):
-    return [torch.Generator().manual_seed(seed) for seed in range(n)]
+def generator():
+    return torch.Generator().manual_seed(1)
 
 
 def last(steps):
@@ -89,7 +89,7 @@ def test_random_order_samples_the_any_order_distribution():
     assert probability.sum().item() == pytest.approx(1)
 
     def chi2(n=2000, **changes):
-        x = last(fill(model, [prompt + [MASK] * 3] * n, generators(n), options(steps=3, **changes)))[:, 2:] - N_SPECIAL
+        x = last(fill(model, [prompt + [MASK] * 3] * n, generator(), options(steps=3, **changes)))[:, 2:] - N_SPECIAL
         observed = torch.bincount(x @ torch.tensor([9, 3, 1]), minlength=27)
         return ((observed - n * probability) ** 2 / (n * probability)).sum().item()
     assert chi2() < CHI2_26
@@ -100,7 +100,7 @@ def test_temperature_top_k_top_p():
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log().expand(6000, 4)
 
     def shares(**changes):
-        drawn = draw(logits, generators(1) * 6000, options(**changes))
+        drawn = draw(logits, generator(), options(**changes))
         return (torch.bincount(drawn, minlength=4) / 6000).tolist()
     assert shares() == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.03)
     assert shares(temperature=0.5) == pytest.approx([p / 0.345 for p in (0.25, 0.0625, 0.0225, 0.01)], abs=0.03)
@@ -114,8 +114,8 @@ def test_drawing_is_in_double_precision(monkeypatch):
     """With noise in fp32 a token 25 nats below the likeliest could never be drawn."""
     seen, multinomial = [], torch.multinomial
     monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: seen.append(p) or multinomial(p, n, generator=generator))
-    draw(torch.tensor([[0.0, -25.0]]), generators(1), options())
-    assert seen[0].dtype == torch.double and seen[0][1].item() == pytest.approx(1.3888e-11, rel=1e-4)
+    draw(torch.tensor([[0.0, -25.0]]), generator(), options())
+    assert seen[0].dtype == torch.double and seen[0][0, 1].item() == pytest.approx(1.3888e-11, rel=1e-4)
 
 
 # ---- the key/value cache, and batches --------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ PROMPTS = [[BOS, 20, 21, 22, 23, 24], [BOS], [BOS, 40, 41]]
 def test_cached_equals_uncached(mode):
     """Three prompts of different lengths in one batch, cached, against each alone, the whole text computed anew per token."""
     model = random_model(tiny_settings(n_layer=3))
-    x = last(extend(model, PROMPTS, generators(3), options(mode=mode, length=20, temperature=0)))
+    x = last(extend(model, PROMPTS, generator(), options(mode=mode, length=20, temperature=0)))
     for row, prompt in zip(x, PROMPTS):
         text = list(prompt)
         for _ in range(20):
@@ -152,18 +152,17 @@ def test_hidden_states_with_a_cache():
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("mode", ["ar", "prefix", "random", "confidence"])
-def test_a_batch_gives_what_single_runs_give(mode, temperature):
+@pytest.mark.parametrize("mode", ["ar", "prefix", "confidence", "entropy"])
+def test_a_batch_gives_what_single_runs_give(mode, temperature=0):
     model = random_model(tiny_settings())
     if mode in ("ar", "prefix"):
         run, s, rows = extend, options(mode=mode, temperature=temperature), PROMPTS
     else:
         run, s = fill, options(order=mode, temperature=temperature, steps=3)
         rows = [[BOS, MASK, 20, MASK, MASK, 21], [BOS, 30, MASK], [BOS] + [MASK] * 9]
-    together = last(run(model, rows, [g for _ in rows for g in generators(1)], s))
+    together = last(run(model, rows, generator(), s))
     for row, alone in zip(together, rows):
-        alone = last(run(model, [alone], generators(1), s))[0]
+        alone = last(run(model, [alone], generator(), s))[0]
         row = row[len(row) - len(alone):]
         assert row.tolist()[:len(alone)] == alone.tolist()[:len(row)]
 
@@ -189,13 +188,13 @@ def test_special_tokens(temperature):
     head = model.head
     for mode in ("ar", "prefix"):
         model.head = Biased(head, [i for i in range(N_SPECIAL) if i != BOS])
-        x = last(extend(model, PROMPTS, generators(3), options(mode=mode, temperature=temperature)))
+        x = last(extend(model, PROMPTS, generator(), options(mode=mode, temperature=temperature)))
         assert ((x >= N_SPECIAL) | (x == BOS)).all() and (x[:, 6:8] >= N_SPECIAL).any()
         model.head = Biased(head, range(N_SPECIAL))
-        steps = [x.clone() for x in extend(model, PROMPTS, generators(3), options(mode=mode, temperature=temperature))]
+        steps = [x.clone() for x in extend(model, PROMPTS, generator(), options(mode=mode, temperature=temperature))]
         assert len(steps) == 1 and (steps[0][:, 6:] == BOS).all()
     for order in ORDERS:
-        x = last(fill(model, [[BOS] + [MASK] * 6], generators(1), options(order=order, temperature=temperature)))
+        x = last(fill(model, [[BOS] + [MASK] * 6], generator(), options(order=order, temperature=temperature)))
         assert (x[:, 1:] >= N_SPECIAL).all()
 
 
@@ -204,7 +203,7 @@ def test_steps_and_blocks():
     model, text = random_model(tiny_settings()), [BOS] + [MASK] * 5 + [50] + [MASK] * 7
     for order, block in itertools.product(ORDERS, (0, 1, 4)):
         before = torch.tensor([text])
-        for step, x in enumerate(fill(model, [text], generators(1), options(order=order, block=block, steps=4))):
+        for step, x in enumerate(fill(model, [text], generator(), options(order=order, block=block, steps=4))):
             assert (x == MASK).sum() == 12 - 3 * (step + 1)
             assert torch.equal(x[before != MASK], before[before != MASK])
             masked = (x[0, [*range(1, 6), *range(7, 14)]] == MASK).nonzero()[:, 0]
@@ -224,7 +223,7 @@ def test_the_surest_place_comes_first(order):
     top = p.sort(descending=True).values
     sure = {"confidence": top[:, 0], "margin": top[:, 0] - top[:, 1], "entropy": (p * p.log()).sum(-1)}[order]
     for temperature in (0, 1, 50):
-        x = next(fill(model, [text], generators(1), options(order=order, temperature=temperature, steps=6)))[0]
+        x = next(fill(model, [text], generator(), options(order=order, temperature=temperature, steps=6)))[0]
         assert [i for i in holes if x[i] != MASK] == [holes[sure.argmax()]]
 
 
@@ -240,7 +239,7 @@ def test_as_a_user_calls_it(tmp_path, monkeypatch, capsys):
         text = sample(*flags)
         assert text.startswith("ba <mask>") and text == sample(*flags) != sample(*flags, "--seed", 2)
         two = sample(*flags, "--num_samples", 2).removesuffix("\n").split("\n---------------\n")
-        assert len(two) == 2 and two[0] == text.removesuffix("\n") != two[1]
+        assert len(two) == 2 and two[0] != two[1] and all(x.startswith("ba <mask>") for x in two)
     text = sample("--mode", "infill", "--prompt", "one <mask> two <mask:3>", "x<mask>", "--top_k", 5, "--top_p", 0.9)
     first, second = text.removesuffix("\n").split("\n---------------\n")
     assert first.startswith("one ") and " two " in first and second.startswith("x")
@@ -249,7 +248,7 @@ def test_as_a_user_calls_it(tmp_path, monkeypatch, capsys):
 
     (tmp_path / "p.txt").write_text("ba do\n")
     assert sample("--prompt_file", tmp_path / "p.txt", "--temperature", 0) == sample("--prompt", "ba do", "--temperature", 0)
-    for argv in (["--temperature", 1e-320], ["--mode", "diffusion", "--temperature", 1e-320]):  # below what can be divided by
+    for argv in (["--temperature", 1e-320], ["--mode", "diffusion", "--order", "margin", "--temperature", 1e-320]):  # below what can be divided by
         assert sample("--prompt", "ba", "--length", 4, *argv) == sample("--prompt", "ba", "--length", 4, *argv[:-1], 0)
     for argv, message in (
             (["--prompt", "bababa" * 40], "window of 32"), (["--mode", "diffusion", "--prompt", "a", "--length", 10 ** 10], "1000002"),
@@ -268,7 +267,8 @@ def test_gaps_anywhere(tmp_path, monkeypatch, capsys):
     ckpt = save_checkpoint(tmp_path, seq_len=32)
 
     def sample(*prompts):
-        text = script(monkeypatch, capsys, "sample.py", "--ckpt", ckpt, "--mode", "infill", "--steps", 3, "--prompt", *prompts)
+        text = script(monkeypatch, capsys, "sample.py", "--ckpt", ckpt, "--mode", "infill", "--steps", 3,
+                      "--temperature", 0, "--order", "confidence", "--prompt", *prompts)
         return text.removesuffix("\n").split("\n---------------\n")
     prompts = ["<mask:3> ba <mask>", "<mask><mask:2>", "one<mask:0> two <mask:2>!", "do<mask:9>"]
     together = sample(*prompts)
@@ -283,11 +283,9 @@ def test_a_tokenizer_that_adds_a_space(tmp_path, monkeypatch, capsys):
     torch.save({"model": random_model(s).state_dict(), "settings": vars(s), "step": 6, "tokenizer": tokenizer}, tmp_path / "ckpt.pt")
     monkeypatch.setattr(tokenizers.Tokenizer, "decode_batch", lambda self, ids: seen.append(ids) or [""], raising=True)
     script(monkeypatch, capsys, "sample.py", "--ckpt", tmp_path, "--mode", "infill", "--prompt", "ba<mask:2> do")
-    text = tokenizers.Tokenizer.from_str(tokenizer).decode([i for i in seen[0][0][:-2]][1:])
-    ids = seen[0][0]
-    whole = tokenizers.Tokenizer.from_str(tokenizer)
-    assert ids[1:1 + len(whole.encode("ba").ids)] == whole.encode("ba").ids
-    assert ids[-len(whole.encode("do").ids):] == whole.encode("do").ids and len(ids) == 3 + len(whole.encode("ba").ids + whole.encode("do").ids), text
+    ba, do = (x.ids for x in tokenizers.Tokenizer.from_str(tokenizer).encode_batch(["ba", "do"]))
+    row = seen[0][0]
+    assert row[:1 + len(ba)] == [BOS] + ba and row[1 + len(ba) + 2:] == do
 
 
 def test_standard_input(tmp_path):
