@@ -100,6 +100,7 @@ if __name__ == "__main__":
     if bool(args.ckpt) == bool(args.from_official) or not args.out or os.path.exists(args.out):
         die("give --ckpt or --from_official, and an --out that does not exist yet")
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
     except ImportError:
         die("export.py needs a package: pip install safetensors")
@@ -108,6 +109,8 @@ if __name__ == "__main__":
     try:
         to_llama(args.ckpt, temporary) if args.ckpt else from_official(args.from_official, temporary)
         temporary.rename(args.out)
+    except (SafetensorError, RuntimeError) as error:  # a full disk, for one
+        die(f"cannot write {args.out}: {error}")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"wrote {args.out}")

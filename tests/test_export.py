@@ -2,6 +2,7 @@
 import json
 import os
 import pickle
+import resource
 
 import pytest
 import tokenizers
@@ -100,11 +101,13 @@ def test_a_failed_export_leaves_nothing(exported, tmp_path, monkeypatch, capsys)
         return script(monkeypatch, capsys, "export.py", "--ckpt", exported[0], "--out", tmp_path / "hf")
     os.mkdir(tmp_path / "hf.tmp")
     (tmp_path / "hf.tmp" / "model.bin").write_text("stale")
-    monkeypatch.setattr(json, "dumps", lambda *args, **kw: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        export()
-    assert os.listdir(tmp_path) == []
-    monkeypatch.undo()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # no room for the weights
+    try:
+        message = export()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert message.startswith("error: cannot write") and os.listdir(tmp_path) == []
     os.mkdir(tmp_path / "hf.tmp")
     (tmp_path / "hf.tmp" / "model.bin").write_text("stale")
     export()
