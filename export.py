@@ -27,18 +27,16 @@ NAMES = {  # of a layer: here, in a Llama of transformers, in a released model
     "up": ("mlp.up_proj", "mlp.up_proj.weights.0"),
     **{x: (f"self_attn.{x}_proj", f"attention.qkv_proj.weights.{i}") for i, x in enumerate("qkv")}}
 
-
 def rename(name, official):
     """blocks.7.q.weight -> model.layers.7.self_attn.q_proj.weight, encoder.layers.7.attention.qkv_proj.weights.0"""
     *block, layer, kind = name.split(".")
     start = f"{'encoder' if official else 'model'}.layers.{block[1]}." if block else ""
     return re.sub(r"(weights\.\d)\.weight", r"\1", f"{start}{NAMES[layer][official]}.{kind}")
 
-
 def to_llama(ckpt, out):
     """A LlamaForCausalLM and its tokenizer, which puts <s> before a text; <s> also ends what is generated."""
     model, tokenizer, checkpoint = load_model(ckpt, "cpu", "float32")
-    s, step, path = checkpoint["settings"], checkpoint["step"], pathlib.Path(ckpt)
+    s, step = checkpoint["settings"], checkpoint["step"]
     if s.extra_head:
         die(f"{ckpt} has the head of the released models, which a Llama has not")
     out.mkdir(parents=True)
@@ -57,17 +55,13 @@ def to_llama(ckpt, out):
                                   clean_up_tokenization_spaces=False, model_max_length=s.seq_len,
                                   model_input_names=["input_ids", "attention_mask"])).items():
         (out / f"{name}.json").write_text(json.dumps(content, indent=1))
-    log = (path if path.is_dir() else path.parent) / "log.jsonl"
-    lines = log.read_text().splitlines() if log.exists() else []
-    val = [r for r in map(json.loads, (x for x in lines if '"val_ar"' in x and x[-1] == "}")) if r["step"] <= step]
-    text = "Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n"
-    losses = text.format(**val[-1]) if val else ""
+    losses = ["Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n".format(**record)
+              for record in checkpoint.get("records", []) if "val_ar" in record]
     (out / "README.md").write_text(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\nA plain Llama, trained by nanodual on "
-        f"autoregression (AR) and masked diffusion (MD): share of AR alpha = {s.alpha}, R = {s.repetitions} repeti"
-        f"tions, {step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n{losses}"
-        "A text begins with `<s>`, which the tokenizer adds, and ends with it.\n")
-
+        f"autoregression (AR) and masked diffusion (MD): share of AR alpha = {s.alpha}, R = {s.repetitions} "
+        f"repetitions, {step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n"
+        + "".join(losses[-1:]) + "A text begins with `<s>`, which the tokenizer adds, and ends with it.\n")
 
 def from_official(file, out):
     """A checkpoint from a state dict of the paper's training code: every tensor must be known and have its shape."""
@@ -90,7 +84,6 @@ def from_official(file, out):
     checkpoint = {"model": weights, "settings": vars(s), "step": s.max_steps, "tokenizer": tokenizer.to_str()}
     torch.save(checkpoint, out / "ckpt.pt")
 
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, text in (("ckpt", "checkpoint file or run directory"), ("out", "folder to make"),
@@ -99,11 +92,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if bool(args.ckpt) == bool(args.from_official) or not args.out or os.path.exists(args.out):
         die("give --ckpt or --from_official, and an --out that does not exist yet")
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file, save_file
-    except ImportError:
-        die("export.py needs a package: pip install safetensors")
+    from safetensors import SafetensorError  # optional: missing, it is named by configurator's excepthook
+    from safetensors.torch import load_file, save_file
     temporary = pathlib.Path(args.out.rstrip("/") + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
     try:

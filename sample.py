@@ -20,7 +20,6 @@ ORDERS = {"random": lambda p, g: torch.rand(len(p), generator=g, device=p.device
           "confidence": lambda p, g: p.amax(-1), "margin": lambda p, g: -p.topk(2).values.diff()[:, 0],  # in [0, 1],
           "entropy": lambda p, g: (-torch.special.entr(p).sum(-1)).exp()}  # the highest is unmasked first
 
-
 def draw(logits, g, s):
     """(N, V) logits -> (N,) tokens, in fp64, because noise in fp32 cuts off the tail."""
     if s.temperature == 0:
@@ -34,13 +33,11 @@ def draw(logits, g, s):
         p = p.scatter(-1, order, high.masked_fill(high.cumsum(-1) - high >= s.top_p, 0))
     return torch.multinomial(p, 1, generator=g)[:, 0].cpu()
 
-
 def prepare(model):
     """For decoding: cast once, not at every step; tall matrices by columns, which a single vector passes faster."""
     for p in model.to(model.dtype).parameters():
         if p.ndim == 2 and len(p) > p.shape[1] and p is not model.embed.weight:
             p.data = p.data.t().contiguous().t()
-
 
 def lay_out(rows, n_free, both_ways, device):
     """Rows -> tokens (B, S), mask (B, 1, S, S), positions (B, S): padding on the left, which is a segment of its own,
@@ -51,7 +48,6 @@ def lay_out(rows, n_free, both_ways, device):
     positions = torch.arange(P + n_free) - (P - lengths)[:, None]
     mask = make_mask(torch.where(positions < 0, -1, 1), positions, lengths * both_ways)  # on the CPU, so a dense one
     return x, mask.to(device), positions.to(device)
-
 
 @torch.inference_mode()
 def extend(model, rows, g, s):
@@ -69,7 +65,6 @@ def extend(model, rows, g, s):
         yield x
         if ended.all():
             return
-
 
 @torch.inference_mode()
 def fill(model, rows, g, s):
@@ -90,7 +85,6 @@ def fill(model, rows, g, s):
                 row[hole[left[best]]] = draw(logits[best], g, s)
         yield x
 
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", nargs="+", help="texts; for infill with gaps: <mask> is a token, <mask:12> twelve")
@@ -110,16 +104,13 @@ if __name__ == "__main__":
     model, tokenizer, checkpoint = load_model(s.ckpt, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no fp64
     prepare(model)
     rows, T, causal = [], checkpoint["settings"].seq_len, s.mode in ("ar", "prefix")
-    # the released models' tokenizer puts a space before every text; after a gap it would be one too many
-    added = tokenizer.normalizer.normalize_str("a")[:-1] if tokenizer.normalizer else ""
     try:
         for prompt in s.prompt or [open(s.prompt_file or 0, encoding="utf-8").read().removesuffix("\n")]:
-            gaps = re.split(r"<mask(?::(\d{1,9}))?>", prompt)
-            pieces = gaps if s.mode == "infill" else [prompt, s.length][:2 - causal]
+            pieces = re.split(r"<mask(?::(\d{1,9}))?>", prompt) if s.mode == "infill" else [prompt, s.length][:2 - causal]
             rows.append([BOS])
             for i, piece in enumerate(pieces):  # text and the number of masks after it alternate
-                rows[-1] += [MASK] * min(int(piece or 1), 10 ** 6) if i % 2 else tokenizer.encode(
-                    piece.removeprefix(added * (i > 0)), add_special_tokens=False).ids
+                rows[-1] += ([MASK] * min(int(piece or 1), 10 ** 6) if i % 2
+                             else tokenizer.encode(piece, add_special_tokens=False).ids)
     except (UnicodeError, TypeError):
         die("the prompt is not valid UTF-8")
     P, masks = max(map(len, rows)), max(row.count(MASK) for row in rows)

@@ -32,8 +32,9 @@ def exported(tmp_path_factory):
     from conftest import ROOT
     folder = tmp_path_factory.mktemp("export")
     ckpt = save_checkpoint(folder, **SIZES)
-    (folder / "log.jsonl").write_text("".join(
-        json.dumps({"step": step, "val_ar": 10 - step / 7, "val_md": 20 - step}) + "\n" for step in (2, 6, 8)) + '{"step": 9, "val')
+    content = torch.load(folder / "ckpt.pt", weights_only=True)
+    records = [{"step": step, "val_ar": 10 - step / 7, "val_md": 20 - step} for step in (2, 6)] + [{"step": 6, "train_ar": 5.0}]
+    torch.save(content | {"records": records}, folder / "ckpt.pt")
     command = [sys.executable, os.path.join(ROOT, "export.py"), "--ckpt", ckpt, "--out", str(folder / "a" / "hf")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

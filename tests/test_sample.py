@@ -276,18 +276,6 @@ def test_gaps_anywhere(tmp_path, monkeypatch, capsys):
     assert " ba " in together[0] and together[2].startswith("one two ") and together[2].endswith("!")
 
 
-def test_a_tokenizer_that_adds_a_space(tmp_path, monkeypatch, capsys):
-    """The released models' puts a space before every text it encodes: not once more after a gap."""
-    s, seen = tiny_settings(), []
-    tokenizer = tiny_tokenizer(tokenizers.normalizers.Prepend(" ")).to_str()
-    torch.save({"model": random_model(s).state_dict(), "settings": vars(s), "step": 6, "tokenizer": tokenizer}, tmp_path / "ckpt.pt")
-    monkeypatch.setattr(tokenizers.Tokenizer, "decode_batch", lambda self, ids: seen.append(ids) or [""], raising=True)
-    script(monkeypatch, capsys, "sample.py", "--ckpt", tmp_path, "--mode", "infill", "--prompt", "ba<mask:2> do")
-    ba, do = (x.ids for x in tokenizers.Tokenizer.from_str(tokenizer).encode_batch(["ba", "do"]))
-    row = seen[0][0]
-    assert row[:1 + len(ba)] == [BOS] + ba and row[1 + len(ba) + 2:] == do
-
-
 def test_standard_input(tmp_path):
     result = subprocess.run([sys.executable, os.path.join(ROOT, "sample.py"), "--ckpt", save_checkpoint(tmp_path), "--length", "3"],
                             input="ba do\n", capture_output=True, text=True, timeout=120)
