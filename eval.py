@@ -13,10 +13,12 @@ import argparse
 import collections
 import csv
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import re
+import sys
 
 import numpy as np
 import torch
@@ -73,7 +75,7 @@ def render(task, r, tag):
 def read_task(name, folder, limit):
     """The documents of a task, the first `limit` of each file; numbered over all files: a limit renumbers none."""
     task, folder, documents, n = TASKS[name], pathlib.Path(folder, name), [], 0
-    paths, again = sorted(folder.glob(task.file)), "get it with: python prepare.py --tasks"
+    paths, again = sorted(folder.glob(task.file)), f"remove {folder} and run: python prepare.py --tasks"
     labels = (folder / task.labels).read_text(encoding="utf-8").split() if task.labels else []
     for path in paths:
         subtask, first = path.stem.removesuffix("_test") if task.n_files > 1 else None, n
@@ -86,7 +88,7 @@ def read_task(name, folder, limit):
                     if not limit or n - first < limit:
                         documents.append(Document(subtask, n, context, completions, gold))
                     n += 1
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, csv.Error) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, csv.Error) as error:
             die(f"{path}, record {n - first + 1} is wrong ({type(error).__name__}: {error}); if it is damaged, {again}")
     if len(paths) != task.n_files or (len(documents) < task.n_files * min(limit, 100) if limit else n != task.n):
         die(f"{folder}: {n:,} records in {len(paths)} files {task.file}, not {task.n:,} in {task.n_files}; {again}")
@@ -198,14 +200,16 @@ def score(model, modes, items, N, seed, task, counts):
             reads[row] += r
         rows = sorted(reads, key=lambda row: -len(row[0]))
         lengths, cuts = [len(content) // 12 for content, _ in rows], [0]
+        ends = [0, *itertools.accumulate(lengths)]
         for i in range(1, len(rows)):
-            if (i + 1 - cuts[-1]) * lengths[cuts[-1]] > TOKENS or lengths[i] < (1 - PADDING) * lengths[cuts[-1]]:
+            padded = (i + 1 - cuts[-1]) * lengths[cuts[-1]]
+            if padded > TOKENS or ends[i + 1] - ends[cuts[-1]] < (1 - PADDING) * padded:
                 cuts.append(i)
         for i, (a, b) in enumerate(zip(cuts, cuts[1:] + [len(rows)])):
             if i % world == rank:
                 read_batch(model, rows[a:b], [reads[row] for row in rows[a:b]], scores[:, first:])
-            counts.update(rows=b - a, tokens=sum(lengths[a:b]), padding=(b - a) * lengths[a] - sum(lengths[a:b]))
-            bar.update(len(chunk) * sum(lengths[a:b]) / sum(lengths))
+            counts.update(rows=b - a, tokens=ends[b] - ends[a], padding=(b - a) * lengths[a] - ends[b] + ends[a])
+            bar.update(len(chunk) * (ends[b] - ends[a]) / ends[-1])
     if world > 1:
         torch.distributed.all_reduce(torch.from_numpy(scores))
     values = {mode: column.tolist() for mode, column in zip(modes, scores)}
@@ -226,7 +230,26 @@ def judge(task, documents, values, given, unconditional):
         hits[d.subtask].append(np.argmax(scores) == d.gold)
     p, n = (np.array([f(h) for h in hits.values()]) for f in (np.mean, len))
     return {"accuracy": p.mean(), "normalized": (p.mean() - task.chance) / (1 - task.chance), "n": len(documents),
-            "stderr": (p * (1 - p) / n).sum() ** 0.5 / len(p), "subtasks": dict(zip(map(str, hits), p))}
+            "stderr": (p * (1 - p) / n).sum() ** 0.5 / len(p), "subtasks": dict(zip(hits, p)) if len(p) > 1 else {}}
+
+
+def write(path, lines):
+    """To a temporary name, then renamed: there is all of it or nothing."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(part := f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
+        file.writelines(lines)
+    os.replace(part, path)
+
+
+def dump_lines(documents, where, values):
+    for name, i, d in ((name, i, d) for name in documents for i, d in enumerate(documents[name])):
+        for choice, completion in enumerate(d.completions):
+            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, completion=completion,
+                        uncond_context="Answer:" if TASKS[name].score == "pmi" else None, gold=d.gold)
+            for end, items in zip(("", "_uncond"), where.get(name, ())):
+                line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
+            yield json.dumps(line) + "\n"
 
 
 if __name__ == "__main__":
@@ -247,54 +270,56 @@ if __name__ == "__main__":
         die("--pll takes numbers of masks such as 1,6; --mc, --limit and --seed take a number from 0")
     if not args.ckpt and (not args.dump or "heldout" in tasks):
         die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
+    documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
+    if not args.ckpt:
+        write(args.dump, dump_lines(documents, {}, {}))
+        sys.exit()
+
+    # the model, and what an earlier run of this command has left
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    model, tokenizer, checkpoint = load_model(args.ckpt)
+    s, path = checkpoint["settings"], pathlib.Path(args.ckpt)
+    if "heldout" in tasks and (args.tasks or not documents or pathlib.Path(s.data_dir, "meta.json").exists()):
+        documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
+    files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
+    key = repr((files, documents, [v for k, v in vars(args).items() if k not in ("json", "dump")])).encode()
+    kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
+    values, where, results, counts = json.loads(kept.read_text()) if kept.exists() else {}, {}, {}, collections.Counter()
+
+    # task by task: log-likelihoods, then accuracies
     plls = [f"pll{n}" for n in sorted(set(map(int, args.pll.split(","))))] * ("pll" in modes)
     passes = [["ar"] * ("ar" in modes), ["prefix"] * ("prefix" in modes), plls + ["mc"] * ("mc" in modes)]
-    documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
-    values, where, results, counts = {}, {}, {}, collections.Counter()
-    if args.ckpt:
-        if world > 1:
-            torch.distributed.init_process_group("gloo")
-        model, tokenizer, checkpoint = load_model(args.ckpt)
-        s, path = checkpoint["settings"], pathlib.Path(args.ckpt)
-        if "heldout" in tasks and (args.tasks or not documents or pathlib.Path(s.data_dir, "meta.json").exists()):
-            documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
-        files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
-        key = repr((files, documents, [v for k, v in vars(args).items() if k not in ("json", "dump")])).encode()
-        kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
-        values = json.loads(kept.read_text()) if kept.exists() else {}
-        for name in documents:
-            task, values[name] = TASKS[name], values.get(name, {})
-            items, *where[name] = make_items(documents[name], tokenizer, s.seq_len, task.score == "pmi", counts)
-            for group in filter(None, passes):
-                if group[-1] not in values[name]:
-                    seed, N = (args.seed, list(TASKS).index(name)), (args.mc or 256) * ("mc" in group)
-                    values[name] |= score(model, group, items, N, seed, name, counts)
-                    kept.with_suffix(f".{rank}").write_text(json.dumps(values))
-                    kept.with_suffix(f".{rank}").replace(kept)
-            results[name] = {m: judge(task, documents[name], values[name][m], *where[name]) for m in sum(passes, [])}
-            if len(plls) > 1:  # the paper's number
-                best = max(plls, key=lambda mode: results[name][mode]["accuracy"])
-                results[name]["pll"] = results[name][best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
-    if args.ckpt and rank == 0:
-        rows = [r for name, r in results.items() if name != "heldout"]
-        average = {mode: np.mean([r[mode]["normalized"] for r in rows]) for mode in (rows or [{}])[0]}
-        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{m:>14}{'norm.':>7}" for m in next(iter(results.values()))))
+    for name in documents:
+        task, values[name] = TASKS[name], values.get(name, {})
+        items, *where[name] = make_items(documents[name], tokenizer, s.seq_len, task.score == "pmi", counts)
+        for group in filter(None, passes):
+            if group[-1] not in values[name]:
+                seed, N = (args.seed, list(TASKS).index(name)), (args.mc or 256) * ("mc" in group)
+                values[name] |= score(model, group, items, N, seed, name, counts)
+                write(kept, [json.dumps(values)])
+        results[name] = {m: judge(task, documents[name], values[name][m], *where[name]) for m in sum(passes, [])}
+        if len(plls) > 1:  # the paper's number
+            best = max(plls, key=lambda mode: results[name][mode]["accuracy"])
+            results[name]["pll"] = results[name][best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
+        if "mc" in modes:
+            results[name]["mc"]["stderr_nats"] = np.mean(values[name]["mc_stderr"])
+
+    # the table
+    if rank == 0:
+        nine = [r for name, r in results.items() if name != "heldout"]
+        average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in (nine or [{}])[0]}
+        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name]))
         for name, row in results.items():
             cells = ([100 * r[k] for k in ("accuracy", "stderr", "normalized")] for r in row.values())
             print(f"{name:<16}{len(documents[name]):>6}" + "".join("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells))
-        print(f"{'average of ' + str(len(rows)):<22}" + "".join(f"{100 * x:>21.1f}" for x in average.values()))
-        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to {s.seq_len}"
-              f" tokens, {counts['moved_borders']} split before the border" + "; pll: the better n of each task, chosen on the test score" * (len(plls) > 1)
-              + "".join(f"; mc of {t}: ±{np.mean(v['mc_stderr']):.2f} nats" for t, v in values.items() if "mc" in v))
+        print(f"{f'average of {len(nine)}':<22}" + "".join(f"{100 * x:>21.1f}" for x in average.values()))
+        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to {s.seq_len} "
+              f"tokens, {counts['moved_borders']} split before the border" + "".join(
+                  f"; mc of {name}: ±{r['mc']['stderr_nats']:.2f} nats" for name, r in results.items() if "mc" in r)
+              + "; pll: the better n of each task, chosen on the test score" * (len(plls) > 1))
+        report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average, "counts": counts}
         if args.json:
-            report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
-            pathlib.Path(args.json).write_text(json.dumps(report | {"counts": counts}, indent=1))
-    if args.dump and rank == 0:
-        with open(args.dump, "w") as f:
-            for name, i, d in ((name, i, d) for name in documents for i, d in enumerate(documents[name])):
-                for choice, completion in enumerate(d.completions):
-                    line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
-                                completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
-                    for end, items in zip(("", "_uncond"), where.get(name, ())):
-                        line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
-                    f.write(json.dumps(line) + "\n")
+            write(args.json, [json.dumps(report, indent=1)])
+        if args.dump:
+            write(args.dump, dump_lines(documents, where, values))

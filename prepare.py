@@ -3,6 +3,7 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a byt
 
     python prepare.py                                                # Python's own documentation -> data/pydocs
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
+    python prepare.py --tasks                                        # the nine sets that eval.py reads -> data/tasks
     zstdcat x.jsonl.zst | python prepare.py --input - --out data/x   # JSON lines on standard input
 
 Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
@@ -16,8 +17,11 @@ import hashlib
 import json
 import os
 import sys
+import tarfile
 import tempfile
 import time
+import urllib.request
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, islice, takewhile
 from pathlib import Path
@@ -197,10 +201,59 @@ def prepare(paths, source, out, vocab_size, val_fraction):
             f"train.bin has hash {meta['files']['train.bin'][1]}")
 
 
+# ---- the evaluation sets ---------------------------------------------------------------------------------------------
+
+AI2, GITHUB = "https://ai2-public-datasets.s3.amazonaws.com", "https://raw.githubusercontent.com"
+MOSAIC, PIQA = "https://storage.googleapis.com/ai2-mosaic/public", "https://yonatanbisk.com/piqa/data"
+RELEASES = {  # task: its official files, or archives, and which of their members are wanted
+    "arc_easy": {f"{AI2}/arc/ARC-V1-Feb2018.zip": "ARC-Easy-Test.jsonl"},
+    "arc_challenge": {f"{AI2}/arc/ARC-V1-Feb2018.zip": "ARC-Challenge-Test.jsonl"},
+    "blimp": {f"{GITHUB}/alexwarstadt/blimp/master/BLiMP.zip": "[a-z]*.jsonl"},
+    "commonsenseqa": {"https://s3.amazonaws.com/commensenseqa/dev_rand_split.jsonl": "*.jsonl"},
+    "hellaswag": {f"{GITHUB}/rowanz/hellaswag/master/data/hellaswag_val.jsonl": "*.jsonl"},
+    "mmlu": {"https://people.eecs.berkeley.edu/~hendrycks/data.tar": "test/*_test.csv"},
+    "openbookqa": {f"{AI2}/open-book-qa/OpenBookQA-V1-Sep2018.zip": "Main/test.jsonl"},
+    "piqa": {f"{PIQA}/valid.jsonl": "*.jsonl", f"{PIQA}/valid-labels.lst": "*.lst"},
+    "socialiqa": {f"{MOSAIC}/socialiqa/socialiqa-train-dev.zip": "dev[.-][jl]*"}}
+
+
+def members(path):
+    """(name, open file) of all that is in an archive, or of the file itself."""
+    if path.suffix == ".zip":
+        archive = zipfile.ZipFile(path)
+        return ((name, archive.open(name)) for name in archive.namelist())
+    if path.suffix == ".tar":
+        archive = tarfile.open(path, "r:")
+        return ((member.name, archive.extractfile(member)) for member in archive if member.isfile())
+    return [(path.name, open(path, "rb"))]
+
+
+def fetch_tasks(out):
+    """Each task whose folder is not there yet. Sizes are bounded, and of a member's name only the last part is used."""
+    from eval import read_task  # checks the counts and every record: nothing that was cut short passes
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
+        for task in (task for task in RELEASES if not (out / task).exists()):
+            (new := Path(folder, task)).mkdir()
+            for url, wanted in RELEASES[task].items():
+                path = Path(folder, os.path.basename(url))
+                try:
+                    if not path.exists():  # ARC is one archive for two tasks
+                        with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
+                            n, chunks = int(answer.headers["Content-Length"] or 0) >> 20, iter(lambda: answer.read(2 ** 20), b"")
+                            file.writelines(islice(tqdm(chunks, path.name, n, unit="MiB", disable=None), 2 ** 10))
+                    for name, file in islice((x for x in members(path) if Path(x[0]).match(wanted)), 99):
+                        (new / Path(name).name).write_bytes(file.read(2 ** 24))
+                except Exception as error:  # the network's, or either format's
+                    die(f"cannot get {url}: {error}; you can put its {wanted} into {out / task} by hand")
+            read_task(task, folder, 0)
+            new.rename(out / task)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", default=[], help="files or globs; - for JSON lines on standard input")
     parser.add_argument("--out", help="folder to write; data/pydocs without --input")
+    parser.add_argument("--tasks", action="store_true", help="download the evaluation sets to --out, or data/tasks")
     parser.add_argument("--vocab_size", type=int, default=1024, help="entries of the BPE (the paper has 51200)")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="share of documents held out, by their hash")
     args = parser.parse_args()
@@ -213,8 +266,12 @@ if __name__ == "__main__":
             *((path == "-" or path.endswith(FORMATS), f"{path} is none of {' '.join(FORMATS)}") for path in paths)):
         if not holds:
             die(message)
-    out, source = Path(args.out or "data/pydocs"), args.input or f"documentation of Python {sys.version.split()[0]}"
+    out = Path(args.out or ("data/tasks" if args.tasks else "data/pydocs"))
+    source = args.input or f"documentation of Python {sys.version.split()[0]}"
     out.mkdir(parents=True, exist_ok=True)
+    if args.tasks:
+        fetch_tasks(out)
+        sys.exit()
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         spool = os.path.join(folder, "spool.jsonl")
         if not paths or "-" in paths:  # what is no file becomes one
