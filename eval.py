@@ -13,12 +13,10 @@ import argparse
 import collections
 import csv
 import hashlib
-import itertools
 import json
 import os
 import pathlib
 import re
-import sys
 
 import numpy as np
 import torch
@@ -32,8 +30,7 @@ TOKENS, PADDING = 2 ** 14 if torch.cuda.is_available() else 2 ** 9, 0.03  # of a
 PACK, CHUNK = 8, 2 ** 16  # completions in a row, rows planned at a time
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the tasks, read from their raw release files: n documents in n_files files; chance is the paper's random baseline
+# ---- the tasks: n documents in n_files raw release files; chance is the paper's random baseline ----------------------
 
 Task = collections.namedtuple("Task", "score chance n n_files file labels", defaults=("",))
 TASKS = {
@@ -56,10 +53,9 @@ def render(task, r, tag):
     if task == "blimp":  # as a training document begins, right after <s>
         return "", [r["sentence_good"], r["sentence_bad"]], 0
     if task == "hellaswag":
-        def clean(text):
-            return re.sub(r"\[.*?\]", "", re.sub(r"\.? \[title\]", ". ", text.strip())).replace("  ", " ")
-        context = clean(f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}")
-        return context, [" " + clean(ending) for ending in r["endings"]], int(r["label"])
+        texts = [f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}", *r["endings"]]
+        texts = [re.sub(r"\[.*?\]", "", re.sub(r"\.? \[title\]", ". ", x.strip())).replace("  ", " ") for x in texts]
+        return texts[0], [" " + x for x in texts[1:]], int(r["label"])
     if task == "mmlu":
         text, a, b, c, d, key = r
         line = f"The following are multiple choice questions (with answers) about {tag.replace('_', ' ')}."
@@ -67,7 +63,8 @@ def render(task, r, tag):
     if task == "piqa":
         return f"Goal: {r['goal']}\nAnswer:", [" " + r["sol1"], " " + r["sol2"]], int(tag)
     if task == "socialiqa":
-        return f"Question: {r['context']} {r['question']}\nAnswer:", [" " + r["answer" + x] for x in "ABC"], int(tag) - 1
+        answers = [" " + r["answer" + x] for x in "ABC"]
+        return f"Question: {r['context']} {r['question']}\nAnswer:", answers, int(tag) - 1
     labels, texts = zip(*((x["label"], " " + x["text"]) for x in r["question"]["choices"]))  # 3 to 5, letters or digits
     return f"Question: {r['question']['stem']}\nAnswer:", texts, labels.index(r["answerKey"].strip())
 
@@ -110,8 +107,7 @@ def heldout(checkpoint, tokenizer, limit):
         yield Document(None, doc, texts[0], texts[1:], doc % 4, [c, *(c + w for w in ends)])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# what is to be computed: items, then rows and what is read from them
+# ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
 
 def make_items(documents, tokenizer, window, pmi, counts):
     """Items (context, completion, doc, choice): log p(completion | context) is to be found. And which item each choice
@@ -170,8 +166,7 @@ def masked_reads(items, n_masks, N, seed):
             yield (xt.tobytes(), len(xt)), [(len(c) + j - 1, w[j], column, i, weight) for j in read]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# computing it, and the paper's table
+# ---- computing it ----------------------------------------------------------------------------------------------------
 
 @torch.inference_mode()
 def read_batch(model, rows, reads, scores):
@@ -200,7 +195,7 @@ def score(model, modes, items, N, seed, task, counts):
             reads[row] += r
         rows = sorted(reads, key=lambda row: -len(row[0]))
         lengths, cuts = [len(content) // 12 for content, _ in rows], [0]
-        ends = [0, *itertools.accumulate(lengths)]
+        ends = np.cumsum([0, *lengths]).tolist()
         for i in range(1, len(rows)):
             padded = (i + 1 - cuts[-1]) * lengths[cuts[-1]]
             if padded > TOKENS or ends[i + 1] - ends[cuts[-1]] < (1 - PADDING) * padded:
@@ -235,60 +230,40 @@ def judge(task, documents, values, given, unconditional):
 
 def write(path, lines):
     """To a temporary name, then renamed: there is all of it or nothing."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(part := f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(f"{path}.{rank}", "w", encoding="utf-8") as file:
         file.writelines(lines)
-    os.replace(part, path)
+    os.replace(f"{path}.{rank}", path)
 
 
-def dump_lines(documents, where, values):
+def dump(documents, where, values):
     for name, i, d in ((name, i, d) for name in documents for i, d in enumerate(documents[name])):
         for choice, completion in enumerate(d.completions):
-            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, completion=completion,
-                        uncond_context="Answer:" if TASKS[name].score == "pmi" else None, gold=d.gold)
+            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
+                        completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
             for end, items in zip(("", "_uncond"), where.get(name, ())):
                 line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
             yield json.dumps(line) + "\n"
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default, text in (
-            ("ckpt", "", "file or run directory"), ("tasks", "", "default: all in --data, and heldout"),
-            ("data", "data/tasks", "a folder for each task"), ("modes", "ar,prefix,pll", "also: mc"),
-            ("pll", "1,6", "numbers of masks"), ("mc", 0, "mode mc, so many draws (256)"), ("seed", 1, "of the draws"),
-            ("limit", 0, "documents per subtask"), ("json", "", "results file"), ("dump", "", "file of strings, scores")):
-        parser.add_argument("--" + flag, default=default, type=type(default), help=text)
-    args = parser.parse_args()
-    there = [t for t in TASKS if (args.ckpt if t == "heldout" else os.path.isdir(f"{args.data}/{t}") or not args.ckpt)]
-    modes, tasks = args.modes.split(",") + ["mc"] * (args.mc > 0), args.tasks.split(",") if args.tasks else there
-    for kind, names, known in ("mode", modes, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):
-        for name in set(names) - set(known):
-            die(f"no {kind} named '{name}'{suggest(name, known)}")
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll) or min(args.mc, args.limit, args.seed) < 0:
-        die("--pll takes numbers of masks such as 1,6; --mc, --limit and --seed take a number from 0")
-    if not args.ckpt and (not args.dump or "heldout" in tasks):
-        die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
-    documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
-    if not args.ckpt:
-        write(args.dump, dump_lines(documents, {}, {}))
-        sys.exit()
+# ---- from a checkpoint to the paper's table --------------------------------------------------------------------------
 
-    # the model, and what an earlier run of this command has left
+def evaluate(args, tasks, modes, documents):
+    """Prints the table, writes --json; returns which item each choice is, and the log-likelihoods of all items."""
     if world > 1:
         torch.distributed.init_process_group("gloo")
     model, tokenizer, checkpoint = load_model(args.ckpt)
     s, path = checkpoint["settings"], pathlib.Path(args.ckpt)
-    if "heldout" in tasks and (args.tasks or not documents or pathlib.Path(s.data_dir, "meta.json").exists()):
+    if "heldout" in tasks and (args.tasks or not documents or os.path.exists(f"{s.data_dir}/meta.json")):
         documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
+
+    # what an earlier run of this command has left: same code, checkpoint, strings and flags
     files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
     key = repr((files, documents, [v for k, v in vars(args).items() if k not in ("json", "dump")])).encode()
     kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
-    values, where, results, counts = json.loads(kept.read_text()) if kept.exists() else {}, {}, {}, collections.Counter()
+    values, where, results = json.loads(kept.read_text()) if kept.exists() else {}, {}, {}
 
-    # task by task: log-likelihoods, then accuracies
-    plls = [f"pll{n}" for n in sorted(set(map(int, args.pll.split(","))))] * ("pll" in modes)
+    counts, plls = collections.Counter(), [f"pll{n}" for n in sorted(set(map(int, args.pll.split(","))))] * ("pll" in modes)
     passes = [["ar"] * ("ar" in modes), ["prefix"] * ("prefix" in modes), plls + ["mc"] * ("mc" in modes)]
     for name in documents:
         task, values[name] = TASKS[name], values.get(name, {})
@@ -302,24 +277,45 @@ if __name__ == "__main__":
         if len(plls) > 1:  # the paper's number
             best = max(plls, key=lambda mode: results[name][mode]["accuracy"])
             results[name]["pll"] = results[name][best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
-        if "mc" in modes:
-            results[name]["mc"]["stderr_nats"] = np.mean(values[name]["mc_stderr"])
 
-    # the table
+    nine = [r for name, r in results.items() if name != "heldout"]
+    average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in (nine or [{}])[0]}
+    notes = [f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to "
+             f"{s.seq_len} tokens, {counts['moved_borders']} split before the border"]
+    notes += ["pll is the better n of each task, chosen on the test score"] * (len(plls) > 1)
+    notes += [f"mc of {t}: ±{np.mean(v['mc_stderr']):.2f} nats" for t, v in values.items() if "mc" in modes]
+    lines = [f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name])]
+    for name, row in results.items():
+        cells = ([100 * r[k] for k in ("accuracy", "stderr", "normalized")] for r in row.values())
+        lines.append(f"{name:<16}{len(documents[name]):>6}" + "".join("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells))
+    lines.append(f"{f'average of {len(nine)}':<22}" + "".join(f"{100 * x:>21.1f}" for x in average.values()))
     if rank == 0:
-        nine = [r for name, r in results.items() if name != "heldout"]
-        average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in (nine or [{}])[0]}
-        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name]))
-        for name, row in results.items():
-            cells = ([100 * r[k] for k in ("accuracy", "stderr", "normalized")] for r in row.values())
-            print(f"{name:<16}{len(documents[name]):>6}" + "".join("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells))
-        print(f"{f'average of {len(nine)}':<22}" + "".join(f"{100 * x:>21.1f}" for x in average.values()))
-        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to {s.seq_len} "
-              f"tokens, {counts['moved_borders']} split before the border" + "".join(
-                  f"; mc of {name}: ±{r['mc']['stderr_nats']:.2f} nats" for name, r in results.items() if "mc" in r)
-              + "; pll: the better n of each task, chosen on the test score" * (len(plls) > 1))
+        print(*lines, "; ".join(notes), sep="\n")
+    if rank == 0 and args.json:
         report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average, "counts": counts}
-        if args.json:
-            write(args.json, [json.dumps(report, indent=1)])
-        if args.dump:
-            write(args.dump, dump_lines(documents, where, values))
+        write(args.json, [json.dumps(report, indent=1)])
+    return where, values
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, default, text in (
+            ("ckpt", "", "file or run directory"), ("tasks", "", "default: all in --data, and heldout"),
+            ("data", "data/tasks", "a folder for each task"), ("modes", "ar,prefix,pll", "also: mc"),
+            ("pll", "1,6", "numbers of masks"), ("mc", 0, "mode mc, so many draws (256)"), ("seed", 1, "of the draws"),
+            ("limit", 0, "documents per subtask"), ("json", "", "results file"), ("dump", "", "strings and scores")):
+        parser.add_argument("--" + flag, default=default, type=type(default), help=text)
+    args = parser.parse_args()
+    there = [t for t in TASKS if (args.ckpt if t == "heldout" else os.path.isdir(f"{args.data}/{t}") or not args.ckpt)]
+    modes, tasks = args.modes.split(",") + ["mc"] * (args.mc > 0), args.tasks.split(",") if args.tasks else there
+    for kind, names, known in ("mode", modes, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):
+        for name in set(names) - set(known):
+            die(f"no {kind} named '{name}'{suggest(name, known)}")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll) or min(args.mc, args.limit, args.seed) < 0:
+        die("--pll takes numbers of masks such as 1,6; --mc, --limit and --seed take a number from 0")
+    if not args.ckpt and (not args.dump or "heldout" in tasks):
+        die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
+    documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
+    where, values = evaluate(args, tasks, modes, documents) if args.ckpt else ({}, {})
+    if args.dump and rank == 0:
+        write(args.dump, dump(documents, where, values))
