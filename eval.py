@@ -79,13 +79,12 @@ def read_task(name, folder, limit):
         try:
             with open(path, encoding="utf-8", newline="") as f:
                 for record in csv.reader(f) if path.suffix == ".csv" else map(json.loads, f):
-                    context, completions, gold = render(name, record, labels[n] if task.labels else subtask)
-                    if not all(x.strip() for x in completions) or not 0 <= gold < len(completions):
-                        raise ValueError(f"an empty completion, or none right: number {gold} of {completions}")
-                    if not limit or n - first < limit:
-                        documents.append(Document(subtask, n, context, completions, gold))
+                    d = Document(subtask, n, *render(name, record, labels[n] if task.labels else subtask))
+                    if not all(x.strip() for x in d.completions) or not 0 <= d.gold < len(d.completions):
+                        raise ValueError(f"an empty completion, or none right: number {d.gold} of {d.completions}")
+                    documents += [d] * (not limit or n - first < limit)
                     n += 1
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, csv.Error) as error:
+        except Exception as error:  # whatever a wrong record leads to
             die(f"{path}, record {n - first + 1} is wrong ({type(error).__name__}: {error}); if it is damaged, {again}")
     if len(paths) != task.n_files or (len(documents) < task.n_files * min(limit, 100) if limit else n != task.n):
         die(f"{folder}: {n:,} records in {len(paths)} files {task.file}, not {task.n:,} in {task.n_files}; {again}")
@@ -131,20 +130,18 @@ def make_items(documents, tokenizer, window, pmi, counts):
 # (index, target, column, item, weight): scores[column, item] += weight * log p(target). A token is read at its left.
 def causal_reads(items, prefix):
     """log p(w | c) = sum_i log p(w_i | c, w_<i); with `prefix` the context is bidirectional. Completions of a context
-    share a row: segment 0 is what all begin with; the rest of each, without its last token, is a segment after it."""
+    share a row: the context is segment 0, each of them, without its last token, a segment after it."""
     contexts = {}
     for i, (c, w, _, _) in enumerate(items):
         contexts.setdefault(c, {}).setdefault(w, []).append(i)
     for c, users in contexts.items():
-        completions = sorted(users)
-        for pack in (completions[i:i + PACK] for i in range(0, len(completions), PACK)):
-            inputs, reads = [c + w[:-1] for w in pack], []
-            shared = len(os.path.commonprefix(inputs))
-            row = [(token, 0, p) for p, token in enumerate(inputs[0][:shared])]
-            for segment, (w, x) in enumerate(zip(pack, inputs), 1):
-                for p, target in enumerate(w, len(c) - 1):
-                    reads += [(p + (p >= shared) * (len(row) - shared), target, 0, i, 1.0) for i in users[w]]
-                row += [(token, segment, p) for p, token in enumerate(x[shared:], shared)]
+        completions = sorted(users, key=len)
+        for first in range(0, len(users), PACK):
+            row, reads = [(token, 0, p) for p, token in enumerate(c)], []
+            for segment, w in enumerate(completions[first:first + PACK], 1):
+                places = len(c) - 1, *range(len(row), len(row) + len(w) - 1)
+                reads += [(place, target, 0, i, 1.0) for place, target in zip(places, w) for i in users[w]]
+                row += [(token, segment, p) for p, token in enumerate(w[:-1], len(c))]
             yield (np.array(row, np.int32).tobytes(), prefix * len(c)), reads
 
 
@@ -237,13 +234,14 @@ def write(path, lines):
 
 
 def dump(documents, where, values):
-    for name, i, d in ((name, i, d) for name in documents for i, d in enumerate(documents[name])):
-        for choice, completion in enumerate(d.completions):
-            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
-                        completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
-            for end, items in zip(("", "_uncond"), where.get(name, ())):
-                line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
-            yield json.dumps(line) + "\n"
+    for name in documents:
+        for i, d in enumerate(documents[name]):
+            for choice, completion in enumerate(d.completions):
+                line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
+                            completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
+                for end, items in zip(("", "_uncond"), where.get(name, ())):
+                    line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
+                yield json.dumps(line) + "\n"
 
 
 # ---- from a checkpoint to the paper's table --------------------------------------------------------------------------
@@ -263,7 +261,8 @@ def evaluate(args, tasks, modes, documents):
     kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
     values, where, results = json.loads(kept.read_text()) if kept.exists() else {}, {}, {}
 
-    counts, plls = collections.Counter(), [f"pll{n}" for n in sorted(set(map(int, args.pll.split(","))))] * ("pll" in modes)
+    counts, n_masks = collections.Counter(), sorted(set(map(int, args.pll.split(","))))
+    plls = [f"pll{n}" for n in n_masks] * ("pll" in modes)
     passes = [["ar"] * ("ar" in modes), ["prefix"] * ("prefix" in modes), plls + ["mc"] * ("mc" in modes)]
     for name in documents:
         task, values[name] = TASKS[name], values.get(name, {})
@@ -280,19 +279,19 @@ def evaluate(args, tasks, modes, documents):
 
     nine = [r for name, r in results.items() if name != "heldout"]
     average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in (nine or [{}])[0]}
-    notes = [f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to "
-             f"{s.seq_len} tokens, {counts['moved_borders']} split before the border"]
-    notes += ["pll is the better n of each task, chosen on the test score"] * (len(plls) > 1)
-    notes += [f"mc of {t}: ±{np.mean(v['mc_stderr']):.2f} nats" for t, v in values.items() if "mc" in modes]
-    lines = [f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name])]
-    for name, row in results.items():
-        cells = ([100 * r[k] for k in ("accuracy", "stderr", "normalized")] for r in row.values())
-        lines.append(f"{name:<16}{len(documents[name]):>6}" + "".join("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells))
-    lines.append(f"{f'average of {len(nine)}':<22}" + "".join(f"{100 * x:>21.1f}" for x in average.values()))
+    report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average, "counts": counts}
     if rank == 0:
-        print(*lines, "; ".join(notes), sep="\n")
+        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name]))
+        for name, row in results.items():
+            cells = ("{:8.1f} ±{:<4.1f}{:7.1f}".format(*(100 * r[k] for k in ("accuracy", "stderr", "normalized")))
+                     for r in row.values())
+            print(f"{name:<16}{len(documents[name]):>6}", *cells, sep="")
+        print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
+        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to "
+              f"{s.seq_len} tokens, {counts['moved_borders']} split before the border; with several n, pll is the best of "
+              "each task, chosen on the test score", *(f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats"
+                                                       for name, v in values.items() if "mc" in v), sep="; ")
     if rank == 0 and args.json:
-        report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average, "counts": counts}
         write(args.json, [json.dumps(report, indent=1)])
     return where, values
 

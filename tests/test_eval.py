@@ -251,12 +251,13 @@ def test_a_context_is_computed_once(model):
     items = [(c, w, 0, i) for i, w in enumerate([(70, 71, 72), (70, 71, 80, 81), (70, 90)])]
     (row, reads), = ev.causal_reads(items, True)
     tokens, segments, positions = np.frombuffer(row[0], np.int32).reshape(-1, 3).T
-    assert tokens.tolist() == [*c, 70, 71, 71, 80] and row[1] == len(c)  # sorted: (70, 71, 72), (70, 71, 80, 81), (70, 90)
-    assert segments.tolist() == [0] * len(c) + [0, 1, 2, 2] and positions.tolist() == [*range(len(c) + 1), 42, 42, 43]
+    assert tokens.tolist() == [*c, 70, 70, 71, 70, 71, 80] and row[1] == len(c)  # (70, 90), (70, 71, 72), (70, 71, 80, 81)
+    assert segments.tolist() == [0] * len(c) + [1, 2, 2, 3, 3, 3]
+    assert positions.tolist() == [*range(len(c)), 41, 41, 42, 41, 42, 43]
     assert len(reads) == 9
     counts = collections.Counter()
     score(model, ["ar"], items, counts=counts)
-    assert (counts["rows"], counts["tokens"]) == (1, len(c) + 4)
+    assert (counts["rows"], counts["tokens"]) == (1, len(c) + 6)
 
 
 def test_equal_rows_are_computed_once(model):
