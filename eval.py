@@ -279,7 +279,6 @@ def evaluate(args, tasks, modes, documents):
 
     nine = [r for name, r in results.items() if name != "heldout"]
     average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in (nine or [{}])[0]}
-    report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average, "counts": counts}
     if rank == 0:
         print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name]))
         for name, row in results.items():
@@ -287,12 +286,14 @@ def evaluate(args, tasks, modes, documents):
                      for r in row.values())
             print(f"{name:<16}{len(documents[name]):>6}", *cells, sep="")
         print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
+        errors = (f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if "mc" in v)
         print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to "
-              f"{s.seq_len} tokens, {counts['moved_borders']} split before the border; with several n, pll is the best of "
-              "each task, chosen on the test score", *(f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats"
-                                                       for name, v in values.items() if "mc" in v), sep="; ")
+              f"{s.seq_len} tokens, {counts['moved_borders']} split before the border", *errors, sep="; ")
+        if len(plls) > 1:
+            print("pll is the better n of each task, chosen on the test score")
     if rank == 0 and args.json:
-        write(args.json, [json.dumps(report, indent=1)])
+        report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
+        write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])
     return where, values
 
 

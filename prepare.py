@@ -19,7 +19,6 @@ import os
 import sys
 import tarfile
 import tempfile
-import time
 import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -95,10 +94,8 @@ def read(paths):
     for path in paths:
         try:
             yield from read_file(path)
-        except ImportError:
-            die(f"{path} needs a package: pip install zstandard")
         except Exception as error:  # every format has its own kind
-            die(f"cannot read {path}: {error}")
+            die(f"cannot read {path}: {error}" + isinstance(error, ImportError) * "; pip install zstandard")
 
 
 def parse(raw):
@@ -182,13 +179,12 @@ def prepare(paths, source, out, vocab_size, val_fraction):
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
     # 3. encode
-    documents, start = compress(tqdm(read(paths), "encode", len(keep), disable=None), keep), time.time()
+    documents = compress(tqdm(read(paths), "encode", len(keep), disable=None), keep)
     val, sizes, lengths = val[keep], sizes[keep], np.zeros(keep.sum(), np.uint64)
     with open(out / "train.bin", "wb") as train_bin, open(out / "val.bin", "wb") as val_bin:
         for i, tokens in enumerate(parallel(lambda raw: np.append(np.uint16(BOS), encode(parse(raw))), documents)):
             (val_bin if val[i] else train_bin).write(tokens)
             lengths[i] = len(tokens)
-    speed = sizes.sum() / (time.time() - start) / 1e6
     meta = {"version": VERSION, "source": source, "vocab_size": bpe.get_vocab_size()}
     for split, part in (("train", ~val), ("val", val)):
         np.cumsum(np.append(np.uint64(0), lengths[part])).tofile(out / f"{split}.idx")
@@ -196,9 +192,8 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     meta["files"] = {name: fingerprint(out / name) for name in FILES}
     (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
     return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
-            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
-            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} MB/s; "
-            f"train.bin has hash {meta['files']['train.bin'][1]}")
+            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens of {sizes.sum() / lengths.sum():.2f} "
+            f"bytes, BPE of {meta['vocab_size']:,}; train.bin has hash {meta['files']['train.bin'][1]}")
 
 
 # ---- the evaluation sets ---------------------------------------------------------------------------------------------
@@ -239,8 +234,9 @@ def fetch_tasks(out):
                 try:
                     if not path.exists():  # ARC is one archive for two tasks
                         with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
-                            n, chunks = int(answer.headers["Content-Length"] or 0) >> 20, iter(lambda: answer.read(2 ** 20), b"")
-                            file.writelines(islice(tqdm(chunks, path.name, n, unit="MiB", disable=None), 2 ** 10))
+                            n = int(answer.headers["Content-Length"] or 0) >> 20
+                            chunks = tqdm(iter(lambda: answer.read(2 ** 20), b""), path.name, n, unit="MiB", disable=None)
+                            file.writelines(islice(chunks, 2 ** 10))
                     for name, file in islice((x for x in members(path) if Path(x[0]).match(wanted)), 99):
                         (new / Path(name).name).write_bytes(file.read(2 ** 24))
                 except Exception as error:  # the network's, or either format's
@@ -261,6 +257,7 @@ if __name__ == "__main__":
     for holds, message in (
             (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size must be from {N_SPECIAL + 256} to 65535"),
             (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
+            (not (args.tasks and args.input), "--tasks takes no --input"),
             (args.out or not args.input, "say where to put the prepared data: --out data/NAME"),
             *((path == "-" or os.path.isfile(path), f"no such file: {path}") for path in paths),
             *((path == "-" or path.endswith(FORMATS), f"{path} is none of {' '.join(FORMATS)}") for path in paths)):
@@ -270,8 +267,7 @@ if __name__ == "__main__":
     source = args.input or f"documentation of Python {sys.version.split()[0]}"
     out.mkdir(parents=True, exist_ok=True)
     if args.tasks:
-        fetch_tasks(out)
-        sys.exit()
+        sys.exit(fetch_tasks(out))
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         spool = os.path.join(folder, "spool.jsonl")
         if not paths or "-" in paths:  # what is no file becomes one

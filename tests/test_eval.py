@@ -422,7 +422,9 @@ def test_dump_without_a_checkpoint(tasks, tmp_path, monkeypatch):
 def test_the_script_from_strings_to_table(tasks, checkpoint, model, tokenizer, tmp_path, monkeypatch, capsys):
     names = "openbookqa,piqa,blimp,heldout"
     run_main(monkeypatch, "--ckpt", checkpoint, "--data", tasks, "--tasks", names, "--limit", 1, "--mc", 3,
-             "--dump", tmp_path / "d", "--json", tmp_path / "j")
+             "--dump", tmp_path / "new" / "d", "--json", tmp_path / "new" / "j")  # folders are made
+    assert sorted(os.listdir(tmp_path / "new")) == ["d", "j"]  # and no temporary files are left
+    os.rename(tmp_path / "new" / "d", tmp_path / "d"), os.rename(tmp_path / "new" / "j", tmp_path / "j")
     lines, report = [json.loads(line) for line in open(tmp_path / "d")], json.load(open(tmp_path / "j"))
     modes = ["ar", "prefix", "pll1", "pll6", "mc"]
     for x in lines[:4] + lines[5:8]:

@@ -332,7 +332,7 @@ def test_missing_package(tmp_path, monkeypatch):
     """Without zstandard a .zst file says what to install."""
     (tmp_path / "x.jsonl.zst").write_bytes(ZST(GOOD))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(SystemExit, match="x.jsonl.zst needs a package: pip install zstandard"):
+    with pytest.raises(SystemExit, match="cannot read .*x.jsonl.zst: .*; pip install zstandard"):
         script("--input", tmp_path / "x.jsonl.zst", "--out", tmp_path / "out")
 
 
