@@ -30,8 +30,7 @@ TOKENS, PADDING = 2 ** 14 if torch.cuda.is_available() else 2 ** 9, 0.03  # of a
 PACK, CHUNK = 8, 2 ** 16  # completions in a row, rows planned at a time
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the tasks, read from their raw release files: n documents in n_files files; chance is the paper's random baseline
+# ---- the tasks: n documents in n_files raw release files; chance is the paper's random baseline ----------------------
 
 Task = collections.namedtuple("Task", "score chance n n_files file labels", defaults=("",))
 TASKS = {
@@ -54,10 +53,9 @@ def render(task, r, tag):
     if task == "blimp":  # as a training document begins, right after <s>
         return "", [r["sentence_good"], r["sentence_bad"]], 0
     if task == "hellaswag":
-        def clean(text):
-            return re.sub(r"\[.*?\]", "", re.sub(r"\.? \[title\]", ". ", text.strip())).replace("  ", " ")
-        context = clean(f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}")
-        return context, [" " + clean(ending) for ending in r["endings"]], int(r["label"])
+        texts = [f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}", *r["endings"]]
+        texts = [re.sub(r"\[.*?\]", "", re.sub(r"\.? \[title\]", ". ", x.strip())).replace("  ", " ") for x in texts]
+        return texts[0], [" " + x for x in texts[1:]], int(r["label"])
     if task == "mmlu":
         text, a, b, c, d, key = r
         line = f"The following are multiple choice questions (with answers) about {tag.replace('_', ' ')}."
@@ -65,7 +63,8 @@ def render(task, r, tag):
     if task == "piqa":
         return f"Goal: {r['goal']}\nAnswer:", [" " + r["sol1"], " " + r["sol2"]], int(tag)
     if task == "socialiqa":
-        return f"Question: {r['context']} {r['question']}\nAnswer:", [" " + r["answer" + x] for x in "ABC"], int(tag) - 1
+        answers = [" " + r["answer" + x] for x in "ABC"]
+        return f"Question: {r['context']} {r['question']}\nAnswer:", answers, int(tag) - 1
     labels, texts = zip(*((x["label"], " " + x["text"]) for x in r["question"]["choices"]))  # 3 to 5, letters or digits
     return f"Question: {r['question']['stem']}\nAnswer:", texts, labels.index(r["answerKey"].strip())
 
@@ -73,20 +72,19 @@ def render(task, r, tag):
 def read_task(name, folder, limit):
     """The documents of a task, the first `limit` of each file; numbered over all files: a limit renumbers none."""
     task, folder, documents, n = TASKS[name], pathlib.Path(folder, name), [], 0
-    paths, again = sorted(folder.glob(task.file)), "get it with: python prepare.py --tasks"
-    labels = (folder / task.labels).read_text(encoding="utf-8").split() if task.labels else []
+    paths, again = sorted(folder.glob(task.file)), f"remove {folder} and run: python prepare.py --tasks"
+    labels = (folder / task.labels).read_text(encoding="utf-8").split() if task.labels and paths else []
     for path in paths:
         subtask, first = path.stem.removesuffix("_test") if task.n_files > 1 else None, n
         try:
             with open(path, encoding="utf-8", newline="") as f:
                 for record in csv.reader(f) if path.suffix == ".csv" else map(json.loads, f):
-                    context, completions, gold = render(name, record, labels[n] if task.labels else subtask)
-                    if not all(x.strip() for x in completions) or not 0 <= gold < len(completions):
-                        raise ValueError(f"an empty completion, or none right: number {gold} of {completions}")
-                    if not limit or n - first < limit:
-                        documents.append(Document(subtask, n, context, completions, gold))
+                    d = Document(subtask, n, *render(name, record, labels[n] if task.labels else subtask))
+                    if not all(x.strip() for x in d.completions) or not 0 <= d.gold < len(d.completions):
+                        raise ValueError(f"an empty completion, or none right: number {d.gold} of {d.completions}")
+                    documents += [d] * (not limit or n - first < limit)
                     n += 1
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, csv.Error) as error:
+        except Exception as error:  # whatever a wrong record leads to
             die(f"{path}, record {n - first + 1} is wrong ({type(error).__name__}: {error}); if it is damaged, {again}")
     if len(paths) != task.n_files or (len(documents) < task.n_files * min(limit, 100) if limit else n != task.n):
         die(f"{folder}: {n:,} records in {len(paths)} files {task.file}, not {task.n:,} in {task.n_files}; {again}")
@@ -108,8 +106,7 @@ def heldout(checkpoint, tokenizer, limit):
         yield Document(None, doc, texts[0], texts[1:], doc % 4, [c, *(c + w for w in ends)])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# what is to be computed: items, then rows and what is read from them
+# ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
 
 def make_items(documents, tokenizer, window, pmi, counts):
     """Items (context, completion, doc, choice): log p(completion | context) is to be found. And which item each choice
@@ -133,20 +130,18 @@ def make_items(documents, tokenizer, window, pmi, counts):
 # (index, target, column, item, weight): scores[column, item] += weight * log p(target). A token is read at its left.
 def causal_reads(items, prefix):
     """log p(w | c) = sum_i log p(w_i | c, w_<i); with `prefix` the context is bidirectional. Completions of a context
-    share a row: segment 0 is what all begin with; the rest of each, without its last token, is a segment after it."""
+    share a row: the context is segment 0, each of them, without its last token, a segment after it."""
     contexts = {}
     for i, (c, w, _, _) in enumerate(items):
         contexts.setdefault(c, {}).setdefault(w, []).append(i)
     for c, users in contexts.items():
-        completions = sorted(users)
-        for pack in (completions[i:i + PACK] for i in range(0, len(completions), PACK)):
-            inputs, reads = [c + w[:-1] for w in pack], []
-            shared = len(os.path.commonprefix(inputs))
-            row = [(token, 0, p) for p, token in enumerate(inputs[0][:shared])]
-            for segment, (w, x) in enumerate(zip(pack, inputs), 1):
-                for p, target in enumerate(w, len(c) - 1):
-                    reads += [(p + (p >= shared) * (len(row) - shared), target, 0, i, 1.0) for i in users[w]]
-                row += [(token, segment, p) for p, token in enumerate(x[shared:], shared)]
+        completions = sorted(users, key=len)
+        for first in range(0, len(users), PACK):
+            row, reads = [(token, 0, p) for p, token in enumerate(c)], []
+            for segment, w in enumerate(completions[first:first + PACK], 1):
+                places = len(c) - 1, *range(len(row), len(row) + len(w) - 1)
+                reads += [(place, target, 0, i, 1.0) for place, target in zip(places, w) for i in users[w]]
+                row += [(token, segment, p) for p, token in enumerate(w[:-1], len(c))]
             yield (np.array(row, np.int32).tobytes(), prefix * len(c)), reads
 
 
@@ -168,8 +163,7 @@ def masked_reads(items, n_masks, N, seed):
             yield (xt.tobytes(), len(xt)), [(len(c) + j - 1, w[j], column, i, weight) for j in read]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# computing it, and the paper's table
+# ---- computing it ----------------------------------------------------------------------------------------------------
 
 @torch.inference_mode()
 def read_batch(model, rows, reads, scores):
@@ -198,14 +192,16 @@ def score(model, modes, items, N, seed, task, counts):
             reads[row] += r
         rows = sorted(reads, key=lambda row: -len(row[0]))
         lengths, cuts = [len(content) // 12 for content, _ in rows], [0]
+        ends = np.cumsum([0, *lengths]).tolist()
         for i in range(1, len(rows)):
-            if (i + 1 - cuts[-1]) * lengths[cuts[-1]] > TOKENS or lengths[i] < (1 - PADDING) * lengths[cuts[-1]]:
+            padded = (i + 1 - cuts[-1]) * lengths[cuts[-1]]
+            if padded > TOKENS or ends[i + 1] - ends[cuts[-1]] < (1 - PADDING) * padded:
                 cuts.append(i)
         for i, (a, b) in enumerate(zip(cuts, cuts[1:] + [len(rows)])):
             if i % world == rank:
                 read_batch(model, rows[a:b], [reads[row] for row in rows[a:b]], scores[:, first:])
-            counts.update(rows=b - a, tokens=sum(lengths[a:b]), padding=(b - a) * lengths[a] - sum(lengths[a:b]))
-            bar.update(len(chunk) * sum(lengths[a:b]) / sum(lengths))
+            counts.update(rows=b - a, tokens=ends[b] - ends[a], padding=(b - a) * lengths[a] - ends[b] + ends[a])
+            bar.update(len(chunk) * (ends[b] - ends[a]) / ends[-1])
     if world > 1:
         torch.distributed.all_reduce(torch.from_numpy(scores))
     values = {mode: column.tolist() for mode, column in zip(modes, scores)}
@@ -226,7 +222,79 @@ def judge(task, documents, values, given, unconditional):
         hits[d.subtask].append(np.argmax(scores) == d.gold)
     p, n = (np.array([f(h) for h in hits.values()]) for f in (np.mean, len))
     return {"accuracy": p.mean(), "normalized": (p.mean() - task.chance) / (1 - task.chance), "n": len(documents),
-            "stderr": (p * (1 - p) / n).sum() ** 0.5 / len(p), "subtasks": dict(zip(map(str, hits), p))}
+            "stderr": (p * (1 - p) / n).sum() ** 0.5 / len(p), "subtasks": dict(zip(hits, p)) if len(p) > 1 else {}}
+
+
+def write(path, lines):
+    """To a temporary name, then renamed: there is all of it or nothing."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(f"{path}.{rank}", "w", encoding="utf-8") as file:
+        file.writelines(lines)
+    os.replace(f"{path}.{rank}", path)
+
+
+def dump(documents, where, values):
+    for name in documents:
+        for i, d in enumerate(documents[name]):
+            for choice, completion in enumerate(d.completions):
+                line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
+                            completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
+                for end, items in zip(("", "_uncond"), where.get(name, ())):
+                    line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
+                yield json.dumps(line) + "\n"
+
+
+# ---- from a checkpoint to the paper's table --------------------------------------------------------------------------
+
+def evaluate(args, tasks, modes, documents):
+    """Prints the table, writes --json; returns which item each choice is, and the log-likelihoods of all items."""
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    model, tokenizer, checkpoint = load_model(args.ckpt)
+    s, path = checkpoint["settings"], pathlib.Path(args.ckpt)
+    if "heldout" in tasks and (args.tasks or not documents or os.path.exists(f"{s.data_dir}/meta.json")):
+        documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
+
+    # what an earlier run of this command has left: same code, checkpoint, strings and flags
+    files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
+    key = repr((files, documents, [v for k, v in vars(args).items() if k not in ("json", "dump")])).encode()
+    kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
+    values, where, results = json.loads(kept.read_text()) if kept.exists() else {}, {}, {}
+
+    counts, n_masks = collections.Counter(), sorted(set(map(int, args.pll.split(","))))
+    plls = [f"pll{n}" for n in n_masks] * ("pll" in modes)
+    passes = [["ar"] * ("ar" in modes), ["prefix"] * ("prefix" in modes), plls + ["mc"] * ("mc" in modes)]
+    for name in documents:
+        task, values[name] = TASKS[name], values.get(name, {})
+        items, *where[name] = make_items(documents[name], tokenizer, s.seq_len, task.score == "pmi", counts)
+        for group in filter(None, passes):
+            if group[-1] not in values[name]:
+                seed, N = (args.seed, list(TASKS).index(name)), (args.mc or 256) * ("mc" in group)
+                values[name] |= score(model, group, items, N, seed, name, counts)
+                write(kept, [json.dumps(values)])
+        results[name] = {m: judge(task, documents[name], values[name][m], *where[name]) for m in sum(passes, [])}
+        if len(plls) > 1:  # the paper's number
+            best = max(plls, key=lambda mode: results[name][mode]["accuracy"])
+            results[name]["pll"] = results[name][best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
+
+    nine = [r for name, r in results.items() if name != "heldout"]
+    average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in (nine or [{}])[0]}
+    if rank == 0:
+        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name]))
+        for name, row in results.items():
+            cells = ("{:8.1f} ±{:<4.1f}{:7.1f}".format(*(100 * r[k] for k in ("accuracy", "stderr", "normalized")))
+                     for r in row.values())
+            print(f"{name:<16}{len(documents[name]):>6}", *cells, sep="")
+        print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
+        errors = (f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if "mc" in v)
+        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to "
+              f"{s.seq_len} tokens, {counts['moved_borders']} split before the border", *errors, sep="; ")
+        if len(plls) > 1:
+            print("pll is the better n of each task, chosen on the test score")
+    if rank == 0 and args.json:
+        report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
+        write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])
+    return where, values
 
 
 if __name__ == "__main__":
@@ -235,7 +303,7 @@ if __name__ == "__main__":
             ("ckpt", "", "file or run directory"), ("tasks", "", "default: all in --data, and heldout"),
             ("data", "data/tasks", "a folder for each task"), ("modes", "ar,prefix,pll", "also: mc"),
             ("pll", "1,6", "numbers of masks"), ("mc", 0, "mode mc, so many draws (256)"), ("seed", 1, "of the draws"),
-            ("limit", 0, "documents per subtask"), ("json", "", "results file"), ("dump", "", "file of strings, scores")):
+            ("limit", 0, "documents per subtask"), ("json", "", "results file"), ("dump", "", "strings and scores")):
         parser.add_argument("--" + flag, default=default, type=type(default), help=text)
     args = parser.parse_args()
     there = [t for t in TASKS if (args.ckpt if t == "heldout" else os.path.isdir(f"{args.data}/{t}") or not args.ckpt)]
@@ -247,54 +315,7 @@ if __name__ == "__main__":
         die("--pll takes numbers of masks such as 1,6; --mc, --limit and --seed take a number from 0")
     if not args.ckpt and (not args.dump or "heldout" in tasks):
         die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
-    plls = [f"pll{n}" for n in sorted(set(map(int, args.pll.split(","))))] * ("pll" in modes)
-    passes = [["ar"] * ("ar" in modes), ["prefix"] * ("prefix" in modes), plls + ["mc"] * ("mc" in modes)]
     documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
-    values, where, results, counts = {}, {}, {}, collections.Counter()
-    if args.ckpt:
-        if world > 1:
-            torch.distributed.init_process_group("gloo")
-        model, tokenizer, checkpoint = load_model(args.ckpt)
-        s, path = checkpoint["settings"], pathlib.Path(args.ckpt)
-        if "heldout" in tasks and (args.tasks or not documents or pathlib.Path(s.data_dir, "meta.json").exists()):
-            documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
-        files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
-        key = repr((files, documents, [v for k, v in vars(args).items() if k not in ("json", "dump")])).encode()
-        kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
-        values = json.loads(kept.read_text()) if kept.exists() else {}
-        for name in documents:
-            task, values[name] = TASKS[name], values.get(name, {})
-            items, *where[name] = make_items(documents[name], tokenizer, s.seq_len, task.score == "pmi", counts)
-            for group in filter(None, passes):
-                if group[-1] not in values[name]:
-                    seed, N = (args.seed, list(TASKS).index(name)), (args.mc or 256) * ("mc" in group)
-                    values[name] |= score(model, group, items, N, seed, name, counts)
-                    kept.with_suffix(f".{rank}").write_text(json.dumps(values))
-                    kept.with_suffix(f".{rank}").replace(kept)
-            results[name] = {m: judge(task, documents[name], values[name][m], *where[name]) for m in sum(passes, [])}
-            if len(plls) > 1:  # the paper's number
-                best = max(plls, key=lambda mode: results[name][mode]["accuracy"])
-                results[name]["pll"] = results[name][best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
-    if args.ckpt and rank == 0:
-        rows = [r for name, r in results.items() if name != "heldout"]
-        average = {mode: np.mean([r[mode]["normalized"] for r in rows]) for mode in (rows or [{}])[0]}
-        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{m:>14}{'norm.':>7}" for m in next(iter(results.values()))))
-        for name, row in results.items():
-            cells = ([100 * r[k] for k in ("accuracy", "stderr", "normalized")] for r in row.values())
-            print(f"{name:<16}{len(documents[name]):>6}" + "".join("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells))
-        print(f"{'average of ' + str(len(rows)):<22}" + "".join(f"{100 * x:>21.1f}" for x in average.values()))
-        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to {s.seq_len}"
-              f" tokens, {counts['moved_borders']} split before the border" + "; pll: the better n of each task, chosen on the test score" * (len(plls) > 1)
-              + "".join(f"; mc of {t}: ±{np.mean(v['mc_stderr']):.2f} nats" for t, v in values.items() if "mc" in v))
-        if args.json:
-            report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
-            pathlib.Path(args.json).write_text(json.dumps(report | {"counts": counts}, indent=1))
+    where, values = evaluate(args, tasks, modes, documents) if args.ckpt else ({}, {})
     if args.dump and rank == 0:
-        with open(args.dump, "w") as f:
-            for name, i, d in ((name, i, d) for name in documents for i, d in enumerate(documents[name])):
-                for choice, completion in enumerate(d.completions):
-                    line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
-                                completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
-                    for end, items in zip(("", "_uncond"), where.get(name, ())):
-                        line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
-                    f.write(json.dumps(line) + "\n")
+        write(args.dump, dump(documents, where, values))

@@ -3,6 +3,7 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a byt
 
     python prepare.py                                                # Python's own documentation -> data/pydocs
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
+    python prepare.py --tasks                                        # the nine sets that eval.py reads -> data/tasks
     zstdcat x.jsonl.zst | python prepare.py --input - --out data/x   # JSON lines on standard input
 
 Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
@@ -16,8 +17,10 @@ import hashlib
 import json
 import os
 import sys
+import tarfile
 import tempfile
-import time
+import urllib.request
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, islice, takewhile
 from pathlib import Path
@@ -91,10 +94,8 @@ def read(paths):
     for path in paths:
         try:
             yield from read_file(path)
-        except ImportError:
-            die(f"{path} needs a package: pip install zstandard")
         except Exception as error:  # every format has its own kind
-            die(f"cannot read {path}: {error}")
+            die(f"cannot read {path}: {error}" + isinstance(error, ImportError) * "; pip install zstandard")
 
 
 def parse(raw):
@@ -178,13 +179,12 @@ def prepare(paths, source, out, vocab_size, val_fraction):
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
     # 3. encode
-    documents, start = compress(tqdm(read(paths), "encode", len(keep), disable=None), keep), time.time()
+    documents = compress(tqdm(read(paths), "encode", len(keep), disable=None), keep)
     val, sizes, lengths = val[keep], sizes[keep], np.zeros(keep.sum(), np.uint64)
     with open(out / "train.bin", "wb") as train_bin, open(out / "val.bin", "wb") as val_bin:
         for i, tokens in enumerate(parallel(lambda raw: np.append(np.uint16(BOS), encode(parse(raw))), documents)):
             (val_bin if val[i] else train_bin).write(tokens)
             lengths[i] = len(tokens)
-    speed = sizes.sum() / (time.time() - start) / 1e6
     meta = {"version": VERSION, "source": source, "vocab_size": bpe.get_vocab_size()}
     for split, part in (("train", ~val), ("val", val)):
         np.cumsum(np.append(np.uint64(0), lengths[part])).tofile(out / f"{split}.idx")
@@ -192,15 +192,64 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     meta["files"] = {name: fingerprint(out / name) for name in FILES}
     (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
     return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
-            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
-            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} MB/s; "
-            f"train.bin has hash {meta['files']['train.bin'][1]}")
+            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens of {sizes.sum() / lengths.sum():.2f} "
+            f"bytes, BPE of {meta['vocab_size']:,}; train.bin has hash {meta['files']['train.bin'][1]}")
+
+
+# ---- the evaluation sets ---------------------------------------------------------------------------------------------
+
+AI2, GITHUB = "https://ai2-public-datasets.s3.amazonaws.com", "https://raw.githubusercontent.com"
+MOSAIC, PIQA = "https://storage.googleapis.com/ai2-mosaic/public", "https://yonatanbisk.com/piqa/data"
+RELEASES = {  # task: its official files, or archives, and which of their members are wanted
+    "arc_easy": {f"{AI2}/arc/ARC-V1-Feb2018.zip": "ARC-Easy-Test.jsonl"},
+    "arc_challenge": {f"{AI2}/arc/ARC-V1-Feb2018.zip": "ARC-Challenge-Test.jsonl"},
+    "blimp": {f"{GITHUB}/alexwarstadt/blimp/master/BLiMP.zip": "[a-z]*.jsonl"},
+    "commonsenseqa": {"https://s3.amazonaws.com/commensenseqa/dev_rand_split.jsonl": "*.jsonl"},
+    "hellaswag": {f"{GITHUB}/rowanz/hellaswag/master/data/hellaswag_val.jsonl": "*.jsonl"},
+    "mmlu": {"https://people.eecs.berkeley.edu/~hendrycks/data.tar": "test/*_test.csv"},
+    "openbookqa": {f"{AI2}/open-book-qa/OpenBookQA-V1-Sep2018.zip": "Main/test.jsonl"},
+    "piqa": {f"{PIQA}/valid.jsonl": "*.jsonl", f"{PIQA}/valid-labels.lst": "*.lst"},
+    "socialiqa": {f"{MOSAIC}/socialiqa/socialiqa-train-dev.zip": "dev[.-][jl]*"}}
+
+
+def members(path):
+    """(name, open file) of all that is in an archive, or of the file itself."""
+    if path.suffix == ".zip":
+        archive = zipfile.ZipFile(path)
+        return ((name, archive.open(name)) for name in archive.namelist())
+    if path.suffix == ".tar":
+        archive = tarfile.open(path, "r:")
+        return ((member.name, archive.extractfile(member)) for member in archive if member.isfile())
+    return [(path.name, open(path, "rb"))]
+
+
+def fetch_tasks(out):
+    """Each task whose folder is not there yet. Sizes are bounded, and of a member's name only the last part is used."""
+    from eval import read_task  # checks the counts and every record: nothing that was cut short passes
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
+        for task in (task for task in RELEASES if not (out / task).exists()):
+            (new := Path(folder, task)).mkdir()
+            for url, wanted in RELEASES[task].items():
+                path = Path(folder, os.path.basename(url))
+                try:
+                    if not path.exists():  # ARC is one archive for two tasks
+                        with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
+                            n = int(answer.headers["Content-Length"] or 0) >> 20
+                            chunks = tqdm(iter(lambda: answer.read(2 ** 20), b""), path.name, n, unit="MiB", disable=None)
+                            file.writelines(islice(chunks, 2 ** 10))
+                    for name, file in islice((x for x in members(path) if Path(x[0]).match(wanted)), 99):
+                        (new / Path(name).name).write_bytes(file.read(2 ** 24))
+                except Exception as error:  # the network's, or either format's
+                    die(f"cannot get {url}: {error}; you can put its {wanted} into {out / task} by hand")
+            read_task(task, folder, 0)
+            new.rename(out / task)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", default=[], help="files or globs; - for JSON lines on standard input")
     parser.add_argument("--out", help="folder to write; data/pydocs without --input")
+    parser.add_argument("--tasks", action="store_true", help="download the evaluation sets to --out, or data/tasks")
     parser.add_argument("--vocab_size", type=int, default=1024, help="entries of the BPE (the paper has 51200)")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="share of documents held out, by their hash")
     args = parser.parse_args()
@@ -208,13 +257,17 @@ if __name__ == "__main__":
     for holds, message in (
             (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size must be from {N_SPECIAL + 256} to 65535"),
             (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
+            (not (args.tasks and args.input), "--tasks takes no --input"),
             (args.out or not args.input, "say where to put the prepared data: --out data/NAME"),
             *((path == "-" or os.path.isfile(path), f"no such file: {path}") for path in paths),
             *((path == "-" or path.endswith(FORMATS), f"{path} is none of {' '.join(FORMATS)}") for path in paths)):
         if not holds:
             die(message)
-    out, source = Path(args.out or "data/pydocs"), args.input or f"documentation of Python {sys.version.split()[0]}"
+    out = Path(args.out or ("data/tasks" if args.tasks else "data/pydocs"))
+    source = args.input or f"documentation of Python {sys.version.split()[0]}"
     out.mkdir(parents=True, exist_ok=True)
+    if args.tasks:
+        sys.exit(fetch_tasks(out))
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         spool = os.path.join(folder, "spool.jsonl")
         if not paths or "-" in paths:  # what is no file becomes one

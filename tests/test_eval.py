@@ -251,12 +251,13 @@ def test_a_context_is_computed_once(model):
     items = [(c, w, 0, i) for i, w in enumerate([(70, 71, 72), (70, 71, 80, 81), (70, 90)])]
     (row, reads), = ev.causal_reads(items, True)
     tokens, segments, positions = np.frombuffer(row[0], np.int32).reshape(-1, 3).T
-    assert tokens.tolist() == [*c, 70, 71, 71, 80] and row[1] == len(c)  # sorted: (70, 71, 72), (70, 71, 80, 81), (70, 90)
-    assert segments.tolist() == [0] * len(c) + [0, 1, 2, 2] and positions.tolist() == [*range(len(c) + 1), 42, 42, 43]
+    assert tokens.tolist() == [*c, 70, 70, 71, 70, 71, 80] and row[1] == len(c)  # (70, 90), (70, 71, 72), (70, 71, 80, 81)
+    assert segments.tolist() == [0] * len(c) + [1, 2, 2, 3, 3, 3]
+    assert positions.tolist() == [*range(len(c)), 41, 41, 42, 41, 42, 43]
     assert len(reads) == 9
     counts = collections.Counter()
     score(model, ["ar"], items, counts=counts)
-    assert (counts["rows"], counts["tokens"]) == (1, len(c) + 4)
+    assert (counts["rows"], counts["tokens"]) == (1, len(c) + 6)
 
 
 def test_equal_rows_are_computed_once(model):
@@ -421,7 +422,9 @@ def test_dump_without_a_checkpoint(tasks, tmp_path, monkeypatch):
 def test_the_script_from_strings_to_table(tasks, checkpoint, model, tokenizer, tmp_path, monkeypatch, capsys):
     names = "openbookqa,piqa,blimp,heldout"
     run_main(monkeypatch, "--ckpt", checkpoint, "--data", tasks, "--tasks", names, "--limit", 1, "--mc", 3,
-             "--dump", tmp_path / "d", "--json", tmp_path / "j")
+             "--dump", tmp_path / "new" / "d", "--json", tmp_path / "new" / "j")  # folders are made
+    assert sorted(os.listdir(tmp_path / "new")) == ["d", "j"]  # and no temporary files are left
+    os.rename(tmp_path / "new" / "d", tmp_path / "d"), os.rename(tmp_path / "new" / "j", tmp_path / "j")
     lines, report = [json.loads(line) for line in open(tmp_path / "d")], json.load(open(tmp_path / "j"))
     modes = ["ar", "prefix", "pll1", "pll6", "mc"]
     for x in lines[:4] + lines[5:8]:

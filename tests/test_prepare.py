@@ -1,6 +1,7 @@
 """prepare.py: any mix of text files becomes the same tokens, nothing is lost or leaked, and mistakes cost one line."""
 import contextlib
 import gzip
+import http.server
 import io
 import json
 import os
@@ -10,7 +11,10 @@ import runpy
 import signal
 import subprocess
 import sys
+import tarfile
+import threading
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import eval as ev
 import prepare
 
 SCRIPT = os.path.join(ROOT, "prepare.py")
@@ -327,7 +332,7 @@ def test_missing_package(tmp_path, monkeypatch):
     """Without zstandard a .zst file says what to install."""
     (tmp_path / "x.jsonl.zst").write_bytes(ZST(GOOD))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(SystemExit, match="x.jsonl.zst needs a package: pip install zstandard"):
+    with pytest.raises(SystemExit, match="cannot read .*x.jsonl.zst: .*; pip install zstandard"):
         script("--input", tmp_path / "x.jsonl.zst", "--out", tmp_path / "out")
 
 
@@ -363,3 +368,119 @@ def test_interrupt(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode and not os.listdir(tmp_path / "out")
+
+
+# ---- the evaluation sets ---------------------------------------------------------------------------------------------
+
+def zipped(**files):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def tarred(members):
+    """(name, type, content) one by one, names as they are given."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, kind, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size = kind, "/etc/passwd", len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+BLIMP = b'{"sentence_good": "It is.", "sentence_bad": "It are."}\n'
+MMLU = b"What?,a,b,c,d,B\n"
+PIQA = b'{"goal": "g", "sol1": "a", "sol2": "b"}\n'
+
+
+@pytest.fixture
+def site(monkeypatch):
+    """A web server on this machine; three tasks, of one or two records, come from it. Returns {path: content}."""
+    files = {
+        "/BLiMP.zip": zipped(**{"x/a.jsonl": BLIMP, "__MACOSX/x/._a.jsonl": b"junk", "../../b.jsonl": BLIMP, "x/README": b"no"}),
+        "/data.tar": tarred([("data/test/a_test.csv", tarfile.REGTYPE, MMLU), ("/data/test/b_test.csv", tarfile.REGTYPE, MMLU),
+                             ("data/aux/mc_test.csv", tarfile.REGTYPE, b"no"), ("data/test/c_test.csv", tarfile.SYMTYPE, b""),
+                             ("data/test/d_test.csv", tarfile.LNKTYPE, b""), ("data/test", tarfile.DIRTYPE, b"")]),
+        "/valid.jsonl": PIQA, "/valid-labels.lst": b"1\n"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.asked.append(self.path)
+            self.send_response(200 if self.path in files else 404)
+            self.end_headers()
+            self.wfile.write(files.get(self.path, b""))
+
+        def log_message(self, *args):
+            pass
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked = files["asked"] = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(prepare, "RELEASES", {task: {f"{url}/{official.rsplit('/', 1)[1]}": wanted for official, wanted in
+                                                    prepare.RELEASES[task].items()} for task in ("blimp", "mmlu", "piqa")})
+    for task, n in (("blimp", 2), ("mmlu", 2), ("piqa", 1)):
+        monkeypatch.setitem(ev.TASKS, task, ev.TASKS[task]._replace(n=n, n_files=n))
+    yield files
+    server.shutdown()
+    server.server_close()
+
+
+def test_tasks(site, tmp_path):
+    """Only the wanted members, only into our folders, whatever their names are; a second run asks for nothing."""
+    (tmp_path / "deep" / "out").mkdir(parents=True)
+    prepare.fetch_tasks(tmp_path / "deep" / "out")
+    found = {str(p.relative_to(tmp_path / "deep" / "out")): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert found == {"blimp/a.jsonl": BLIMP, "blimp/b.jsonl": BLIMP, "mmlu/a_test.csv": MMLU, "mmlu/b_test.csv": MMLU,
+                     "piqa/valid.jsonl": PIQA, "piqa/valid-labels.lst": b"1\n"}
+    assert site["asked"] == ["/BLiMP.zip", "/data.tar", "/valid.jsonl", "/valid-labels.lst"]
+    prepare.fetch_tasks(tmp_path / "deep" / "out")
+    assert len(site["asked"]) == 4
+
+
+@pytest.mark.parametrize("path, content, message", [
+    ("/data.tar", None, "cannot get http://.*/data.tar: HTTP Error 404.*into .*mmlu by hand"),
+    ("/data.tar", b"<html>", "cannot get http://.*data.tar: "),
+    ("/data.tar", tarred([("test/a_test.csv", tarfile.REGTYPE, MMLU)]), "mmlu: 1 records in 1 files"),
+    ("/data.tar", tarred([("test/a_test.csv", tarfile.REGTYPE, MMLU * 99)])[:1500], "cannot get http://.*data.tar: "),
+    ("/BLiMP.zip", broken(zipped(**{"a.jsonl": BLIMP})), "cannot get http://.*BLiMP.zip: "),
+    ("/BLiMP.zip", zipped(**{"a.jsonl": BLIMP, "b.jsonl": b"[" * 2 ** 25}), "b.jsonl, record 1 is wrong"),
+    ("/BLiMP.zip", zipped(**{f"a{i}.jsonl": b"" for i in range(200)}), "blimp: 0 records in 99 files"),
+    ("/valid-labels.lst", b"", "record 1 is wrong")])
+def test_bad_tasks(site, tmp_path, path, content, message):
+    """A missing, damaged or hostile release ends in one line; finished tasks stay, nothing else is left."""
+    site[path] = content
+    if content is None:
+        del site[path]
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*{message}[^\n]*$"):
+        prepare.fetch_tasks(tmp_path)
+    before = ("/BLiMP.zip", "/data.tar", "/valid-labels.lst").index(path)
+    assert sorted(os.listdir(tmp_path)) == ["blimp", "mmlu"][:before]
+    assert all(p.stat().st_size <= 2 ** 24 for p in tmp_path.rglob("*"))
+
+
+def test_tasks_without_a_network(tmp_path):
+    """The command, in a process whose web requests go nowhere."""
+    result = subprocess.run([sys.executable, SCRIPT, "--tasks", "--out", tmp_path / "tasks"], text=True, capture_output=True,
+                            env={**os.environ, "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"})
+    assert result.returncode == 1 and result.stderr.startswith("error: cannot get https://") and "by hand" in result.stderr
+    assert result.stderr.count("\n") == 1 and not os.listdir(tmp_path / "tasks")
+
+
+def test_official_names():
+    """What is wanted of each release, by the names that its members have there; and nothing else of it."""
+    def wanted(task):
+        return [m for m in ("ARC-V1-Feb2018-2/ARC-Easy/ARC-Easy-Test.jsonl", "ARC-V1-Feb2018-2/ARC-Challenge/ARC-Challenge-Test.jsonl",
+                            "ARC-V1-Feb2018-2/ARC-Easy/ARC-Easy-Dev.jsonl", "data/passive_1.jsonl", "OpenBookQA-V1-Sep2018/Data/Main/test.jsonl",
+                            "OpenBookQA-V1-Sep2018/Data/Additional/test_complete.jsonl", "socialiqa-train-dev/dev.jsonl",
+                            "socialiqa-train-dev/dev-labels.lst", "socialiqa-train-dev/train.jsonl", "data/test/anatomy_test.csv",
+                            "data/val/anatomy_val.csv", "data/auxiliary_train/mc_test.csv", "valid.jsonl", "valid-labels.lst")
+                if any(prepare.Path(m).match(pattern) for pattern in prepare.RELEASES[task].values())]
+    assert prepare.RELEASES.keys() == ev.TASKS.keys() - {"heldout"}
+    assert [wanted(task)[0].split("/")[-1] for task in ("arc_easy", "arc_challenge", "mmlu", "openbookqa")] == [
+        "ARC-Easy-Test.jsonl", "ARC-Challenge-Test.jsonl", "anatomy_test.csv", "test.jsonl"]
+    assert [len(wanted(task)) for task in ("arc_easy", "arc_challenge", "mmlu", "openbookqa")] == [1, 1, 1, 1]
+    assert wanted("socialiqa") == ["socialiqa-train-dev/dev.jsonl", "socialiqa-train-dev/dev-labels.lst"]
+    assert {"valid.jsonl", "valid-labels.lst"} <= set(wanted("piqa")) and "data/passive_1.jsonl" in wanted("blimp")
