@@ -46,7 +46,6 @@ TASKS = {
     "heldout": Task("raw", 1 / 4, 1000, 0, "")}  # at most n; not one of the nine
 Document = collections.namedtuple("Document", "subtask doc context completions gold tokens", defaults=(None,))
 
-
 def render(task, r, tag):
     """A record -> context, completions, index of the right one: the strings of OLMES, cloze form, no examples. `tag`
     is the subtask or the label. A completion is one space and the choice, otherwise untouched."""
@@ -67,7 +66,6 @@ def render(task, r, tag):
         return f"Question: {r['context']} {r['question']}\nAnswer:", answers, int(tag) - 1
     labels, texts = zip(*((x["label"], " " + x["text"]) for x in r["question"]["choices"]))  # 3 to 5, letters or digits
     return f"Question: {r['question']['stem']}\nAnswer:", texts, labels.index(r["answerKey"].strip())
-
 
 def read_task(name, folder, limit):
     """The documents of a task, the first `limit` of each file; numbered over all files: a limit renumbers none."""
@@ -90,7 +88,6 @@ def read_task(name, folder, limit):
         die(f"{folder}: {n:,} records in {len(paths)} files {task.file}, not {task.n:,} in {task.n_files}; {again}")
     return documents
 
-
 def heldout(checkpoint, tokenizer, limit):
     """Of passages of held-out documents: the true continuation against three of other passages, all of one length."""
     data, meta = open_data((s := checkpoint["settings"]).data_dir, s.vocab_size)
@@ -104,7 +101,6 @@ def heldout(checkpoint, tokenizer, limit):
         c, ends = passage[:2 * K], [passages[(doc + (i - doc) % 4) % len(passages)][2 * K:] for i in range(4)]
         texts = tokenizer.decode_batch([c, *ends])
         yield Document(None, doc, texts[0], texts[1:], doc % 4, [c, *(c + w for w in ends)])
-
 
 # ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
 
@@ -125,7 +121,6 @@ def make_items(documents, tokenizer, window, pmi, counts):
             where.append([items.setdefault(key, (len(items), choice))[0] for choice, key in enumerate(keys)])
     return [(*key, choice) for key, (_, choice) in items.items()], given, unconditional
 
-
 # A row is (int32 (T, 3) as bytes: token, segment, position; prefix), as model.make_mask takes them. A read of it is
 # (index, target, column, item, weight): scores[column, item] += weight * log p(target). A token is read at its left.
 def causal_reads(items, prefix):
@@ -144,7 +139,6 @@ def causal_reads(items, prefix):
                 row += [(token, segment, p) for p, token in enumerate(w[:-1], len(c))]
             yield (np.array(row, np.int32).tobytes(), prefix * len(c)), reads
 
-
 def masked_reads(items, n_masks, N, seed):
     """Bidirectional attention, masks in the completion: a column of pll for each n in n_masks, then N columns of mc."""
     for i, (c, w, doc, choice) in enumerate(items):
@@ -162,7 +156,6 @@ def masked_reads(items, n_masks, N, seed):
             xt[[len(c) + j for j in masked], 0] = MASK
             yield (xt.tobytes(), len(xt)), [(len(c) + j - 1, w[j], column, i, weight) for j in read]
 
-
 # ---- computing it ----------------------------------------------------------------------------------------------------
 
 @torch.inference_mode()
@@ -178,7 +171,6 @@ def read_batch(model, rows, reads, scores):
     logp = torch.log_softmax(model.head(h[place]).float(), -1)[back, target].cpu().double().numpy()
     # in units of 2^-32, whose sums are exact: any number of ranks gives the same
     np.add.at(scores, (column, item), np.round(weight * logp * 2 ** 32) / 2 ** 32)
-
 
 def score(model, modes, items, N, seed, task, counts):
     """{mode: log-likelihoods of the items} of modes that may have rows in common: ["ar"], ["prefix"], or pll1 ... mc.
@@ -210,7 +202,6 @@ def score(model, modes, items, N, seed, task, counts):
         values["mc_stderr"] = (((np.diff(scores[-N:], axis=0) ** 2).sum(0) / (2 * max(N - 1, 1) * N)) ** 0.5).tolist()
     return values
 
-
 def judge(task, documents, values, given, unconditional):
     """The accuracy of a mode: the share of documents whose right choice scores highest, the first of equals; averaged
     over subtasks, if there are any; and normalised, (x - r) / (1 - r) with r the accuracy of chance."""
@@ -224,14 +215,12 @@ def judge(task, documents, values, given, unconditional):
     return {"accuracy": p.mean(), "normalized": (p.mean() - task.chance) / (1 - task.chance), "n": len(documents),
             "stderr": (p * (1 - p) / n).sum() ** 0.5 / len(p), "subtasks": dict(zip(hits, p)) if len(p) > 1 else {}}
 
-
 def write(path, lines):
     """To a temporary name, then renamed: there is all of it or nothing."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(f"{path}.{rank}", "w", encoding="utf-8") as file:
         file.writelines(lines)
     os.replace(f"{path}.{rank}", path)
-
 
 def dump(documents, where, values):
     for name in documents:
@@ -242,7 +231,6 @@ def dump(documents, where, values):
                 for end, items in zip(("", "_uncond"), where.get(name, ())):
                     line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
                 yield json.dumps(line) + "\n"
-
 
 # ---- from a checkpoint to the paper's table --------------------------------------------------------------------------
 
@@ -295,7 +283,6 @@ def evaluate(args, tasks, modes, documents):
         report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
         write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])
     return where, values
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

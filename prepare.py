@@ -40,7 +40,6 @@ PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+
 MALFORMED, EMPTY = 0, 1  # stand in for a document's hash
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def embedded_corpus():
@@ -61,7 +60,6 @@ def embedded_corpus():
         die(f"this Python has no documentation in {root} (a minimal installation?): give your own text with --input")
     return [json.dumps({"text": text}).encode() + b"\n" for text in texts if text]
 
-
 def unpack_zst(file):
     import zstandard
     unpacker = zstandard.ZstdDecompressor(max_window_size=2 ** 31)
@@ -71,7 +69,6 @@ def unpack_zst(file):
         yield frame.decompress(chunk)
     if not frame.eof:
         raise EOFError("it ends in the middle of a frame")
-
 
 def read_file(path):
     """The documents as they stand in a file: a line of JSON as bytes, a piece of a .txt as str."""
@@ -89,14 +86,12 @@ def read_file(path):
                 raise ValueError("it has a line without end")
         yield from filter(bytes.strip, [rest])
 
-
 def read(paths):
     for path in paths:
         try:
             yield from read_file(path)
         except Exception as error:  # every format has its own kind
             die(f"cannot read {path}: {error}" + isinstance(error, ImportError) * "; pip install zstandard")
-
 
 def parse(raw):
     """The text of a document; None if it is malformed: no JSON with a `text`, or not UTF-8 (a lone surrogate)."""
@@ -105,7 +100,6 @@ def parse(raw):
         return str(text.encode(), "utf-8")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
 
 # ---- hashing, learning, encoding -------------------------------------------------------------------------------------
 
@@ -120,13 +114,11 @@ def parallel(function, documents):
         for future in waiting:
             yield from future.result()
 
-
 def digest(raw):
     """The hash of a document's text, and its size in bytes."""
     if (text := parse(raw)) is None or not text.strip():
         return MALFORMED if text is None else EMPTY, 0
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"), len(text.encode())
-
 
 def encoders(bpe, run=2 ** 13):
     """text -> tokens, by tiktoken with the merges of `tokenizers`, several times as fast, and by `tokenizers`."""
@@ -147,7 +139,6 @@ def encoders(bpe, run=2 ** 13):
             return slow(text)
         return coder.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     return fast, slow
-
 
 def prepare(paths, source, out, vocab_size, val_fraction):
     """Write the files of a prepared folder to `out`, in three passes over the text; returns a report."""
@@ -195,7 +186,6 @@ def prepare(paths, source, out, vocab_size, val_fraction):
             f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens of {sizes.sum() / lengths.sum():.2f} "
             f"bytes, BPE of {meta['vocab_size']:,}; train.bin has hash {meta['files']['train.bin'][1]}")
 
-
 # ---- the evaluation sets ---------------------------------------------------------------------------------------------
 
 AI2, GITHUB = "https://ai2-public-datasets.s3.amazonaws.com", "https://raw.githubusercontent.com"
@@ -211,7 +201,6 @@ RELEASES = {  # task: its official files, or archives, and which of their member
     "piqa": {f"{PIQA}/valid.jsonl": "*.jsonl", f"{PIQA}/valid-labels.lst": "*.lst"},
     "socialiqa": {f"{MOSAIC}/socialiqa/socialiqa-train-dev.zip": "dev[.-][jl]*"}}
 
-
 def members(path):
     """(name, open file) of all that is in an archive, or of the file itself."""
     if path.suffix == ".zip":
@@ -221,7 +210,6 @@ def members(path):
         archive = tarfile.open(path, "r:")
         return ((member.name, archive.extractfile(member)) for member in archive if member.isfile())
     return [(path.name, open(path, "rb"))]
-
 
 def fetch_tasks(out):
     """Each task whose folder is not there yet. Sizes are bounded, and of a member's name only the last part is used."""
@@ -243,7 +231,6 @@ def fetch_tasks(out):
                     die(f"cannot get {url}: {error}; you can put its {wanted} into {out / task} by hand")
             read_task(task, folder, 0)
             new.rename(out / task)
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
