@@ -6,10 +6,7 @@ see the same sequences.
 A prepared folder holds train.bin and val.bin (uint16 tokens; every document opens with <s>), train.idx and val.idx
 (uint64: where each document starts, and the end), tokenizer.json and meta.json (counts, sizes, hashes).
 """
-import hashlib
-import json
-import os
-import sys
+import hashlib, json, os, sys
 from fractions import Fraction
 
 import numpy as np

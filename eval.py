@@ -9,14 +9,7 @@ Zero-shot multiple choice on the paper's nine tasks: one checkpoint, four ways t
 Modes: ar (causal), prefix (bidirectional context), pll (pseudo log-likelihood, n masks), mc (Monte Carlo). `heldout` is
 a tenth task, of the validation split. After an interruption the same command goes on, from eval-HASH.json beside CKPT.
 """
-import argparse
-import collections
-import csv
-import hashlib
-import json
-import os
-import pathlib
-import re
+import argparse, collections, csv, hashlib, json, os, pathlib, re
 
 import numpy as np
 import torch

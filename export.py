@@ -4,12 +4,7 @@ Our models for other tools, and the paper's released models for ours.
     python export.py --ckpt out/demo --out hf/demo                          # a Llama for transformers, lm_eval, ...
     python export.py --from_official model.safetensors --out out/official   # with the tokenizer.json next to that file
 """
-import argparse
-import json
-import os
-import pathlib
-import re
-import shutil
+import argparse, json, os, pathlib, re, shutil
 
 import tokenizers
 import torch

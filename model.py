@@ -3,10 +3,7 @@ The model: one Llama transformer, used causally, bidirectionally, or with a bidi
 is an argument, so one set of weights serves every mode and nothing is switched or mutated.
 Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary.
 """
-import glob
-import os
-import pickle
-import zipfile
+import glob, os, pickle, zipfile
 
 import tokenizers
 import torch
@@ -172,10 +169,10 @@ class HeadLoss(torch.autograd.Function):
 
 def choose_device(device, dtype):
     """The device and the type of the forward pass; bf16 is for CUDA: CPUs without it are hundreds of times slower."""
-    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    device = next(d for d in has if has[d]) if device == "auto" else device
-    if not has[device]:
-        die(f"this machine has no {device}: use --device=cpu")
+    has = [d for d in ("cuda", "mps") if getattr(torch, d).is_available()] + ["cpu"]
+    device = has[0] if device == "auto" else device
+    if device not in has:
+        die(f"this machine has no '{device}', only: {', '.join(has)}")
     return device, torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else torch.float32
 
 def load_checkpoint(path):

@@ -9,18 +9,7 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a byt
 Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
 They are streamed, once for each of three passes: memory grows by some 50 bytes per document, not with the text.
 """
-import argparse
-import ast
-import glob
-import gzip
-import hashlib
-import json
-import os
-import sys
-import tarfile
-import tempfile
-import urllib.request
-import zipfile
+import argparse, ast, glob, gzip, hashlib, json, os, sys, tarfile, tempfile, time, urllib.request, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, islice, takewhile
 from pathlib import Path
@@ -35,7 +24,7 @@ from data import BOS, FILES, N_SPECIAL, VERSION, fingerprint
 
 FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 SPECIALS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"] + [f"<special_{i}>" for i in range(11)]
-# GPT-2's splitting pattern, as tokenizers' ByteLevel has it; grouped, so that only white space needs the slow look-ahead
+# GPT-2's splitting pattern, as tokenizers' ByteLevel has it; grouped: only white space needs the slow look-ahead
 PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
 MALFORMED, EMPTY = 0, 1  # stand in for a document's hash
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -170,12 +159,13 @@ def prepare(paths, source, out, vocab_size, val_fraction):
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
     # 3. encode
-    documents = compress(tqdm(read(paths), "encode", len(keep), disable=None), keep)
+    documents, start = compress(tqdm(read(paths), "encode", len(keep), disable=None), keep), time.time()
     val, sizes, lengths = val[keep], sizes[keep], np.zeros(keep.sum(), np.uint64)
     with open(out / "train.bin", "wb") as train_bin, open(out / "val.bin", "wb") as val_bin:
         for i, tokens in enumerate(parallel(lambda raw: np.append(np.uint16(BOS), encode(parse(raw))), documents)):
             (val_bin if val[i] else train_bin).write(tokens)
             lengths[i] = len(tokens)
+    speed = sizes.sum() / (time.time() - start) / 1e6
     meta = {"version": VERSION, "source": source, "vocab_size": bpe.get_vocab_size()}
     for split, part in (("train", ~val), ("val", val)):
         np.cumsum(np.append(np.uint64(0), lengths[part])).tofile(out / f"{split}.idx")
@@ -183,8 +173,9 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     meta["files"] = {name: fingerprint(out / name) for name in FILES}
     (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
     return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
-            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens of {sizes.sum() / lengths.sum():.2f} "
-            f"bytes, BPE of {meta['vocab_size']:,}; train.bin has hash {meta['files']['train.bin'][1]}")
+            f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
+            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} MB/s; "
+            f"train.bin has hash {meta['files']['train.bin'][1]}")
 
 # ---- the evaluation sets ---------------------------------------------------------------------------------------------
 

@@ -6,9 +6,7 @@ Text from a trained model, in each of the ways it can be read.
     python sample.py --ckpt out/demo --mode diffusion --prompt "A list" --steps 32 --order confidence --watch
     python sample.py --ckpt out/demo --mode infill --prompt "Return the<mask:3> of a list." --num_samples 4
 """
-import argparse
-import re
-import sys
+import argparse, re, sys
 
 import torch
 

@@ -6,15 +6,7 @@ Train a dual-objective language model.
     python train.py config/demo.py --resume=True                  # go on after a stop, to the same final weights
     torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, also over several hosts
 """
-import fcntl
-import glob
-import json
-import math
-import os
-import shutil
-import signal
-import sys
-import time
+import fcntl, glob, json, math, os, shutil, signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fractions import Fraction

@@ -171,7 +171,8 @@ CASES = {
 }
 missing = [device for device in ("cuda", "mps") if not getattr(torch, device).is_available()]
 if missing:
-    CASES["no such device"] = ([], NEW | dict(device=missing[0]), f"this machine has no {missing[0]}: use --device=cpu")
+    CASES["no such device"] = ([], NEW | dict(device=missing[0]), f"this machine has no '{missing[0]}', only: ")
+CASES["unknown device"] = ([], NEW | dict(device="gpu"), "this machine has no 'gpu', only: ")
 if not importlib.util.find_spec("wandb"):
     CASES["no wandb"] = ([], NEW | dict(wandb=True), "pip install wandb")
 

@@ -171,7 +171,6 @@ def test_mistakes_in_a_file(config, capsys, text, phrase):
     ("--decay_steps=8193", "'decay_steps' must be at most max_steps 8192; got 8193"),
     ("--seq_len=1", "'seq_len' must be from 2 to eval_tokens 4194304; got 1"),
     ("--eval_tokens=2047", "'seq_len' must be from 2 to eval_tokens 2047; got 2048"),
-    ("--device=gpu", "'device' must be auto, cuda, mps or cpu; got gpu"),
     ("--dtype=float16", "'dtype' must be auto, float32 or bfloat16; got float16"),
     ("config/dmo.py", "no config file 'config/dmo.py', did you mean 'config/demo.py'?"),
     ("config", "no config file 'config'"),
