@@ -140,7 +140,8 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, head, targets, w, z):
         loss, ce = torch.zeros(2, device=h.device)
-        W, size, training = head.to(h.dtype), max(1, HeadLoss.CHUNK // len(head)), any(ctx.needs_input_grad)
+        W, size = head.to(h.dtype), max(1, HeadLoss.CHUNK // len(head))
+        training = ctx.needs_input_grad[0]  # of h: a parameter such as head asks for a gradient under no_grad too
         if training:
             ctx.save_for_backward(dh := torch.empty_like(h), dW := torch.zeros_like(head))
         for i in range(0, len(h), size):

@@ -102,6 +102,17 @@ def test_chunked_loss_equals_the_unchunked(monkeypatch, z, chunk):
         torch.testing.assert_close(HeadLoss.apply(h, head, y, w, z)[0], expected)
 
 
+def test_validation_computes_no_gradient(monkeypatch):
+    """Under no_grad the head's parameter still asks for a gradient; the loss does not compute one."""
+    saved = []
+    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", lambda ctx, *tensors: saved.append(tensors))
+    model, w, prefix = random_model(tiny_settings()), torch.ones(1, T), torch.tensor([0])
+    with torch.no_grad():
+        model.loss(TOKENS, TOKENS, w, prefix)
+    assert not saved
+    model.loss(TOKENS, TOKENS, w, prefix)
+    assert saved
+
 def test_the_papers_model_has_its_size():
     with torch.device("meta"):
         model = Transformer(Settings())
