@@ -215,9 +215,10 @@ while True:
             record |= {"done": True, "overfit": any(share and overfits(records, k) for k, share in shares)}
         running = [0.0] * 4
     if step > start:
-        if s.decay_steps and step == s.max_steps - s.decay_steps:
+        decays = s.decay_steps and step == s.max_steps - s.decay_steps
+        if decays:
             save("ckpt_decay.pt")
-        if stopped or checkpoint:
+        if stopped or checkpoint or decays:  # ckpt.pt is always the newest
             save("ckpt.pt")
     if record:  # after the checkpoint: a log that says done is right
         say(line)
