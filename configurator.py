@@ -59,6 +59,8 @@ def die(message):
 
 def excepthook(kind, error, trace):
     """What the machine refuses or lacks is one line too; any other exception is a bug and shows where it is."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.exit(128 + 2)  # Ctrl-C needs no explanation
     if issubclass(kind, ImportError) and error.name:
         die(f"{error}: pip install {error.name.partition('.')[0].replace('sklearn', 'scikit-learn')}")
     die(error) if issubclass(kind, OSError) else sys.__excepthook__(kind, error, trace)
