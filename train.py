@@ -25,7 +25,7 @@ from muon import Muon
 s = load_settings(sys.argv[1:], __doc__)
 if s.wandb:
     import wandb
-rank, local_rank, world = (int(os.environ.get(*x)) for x in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+rank, local_rank, world = (int(os.environ.get(k, n)) for k, n in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 device, dtype = choose_device(s.device, s.dtype)
 S = s.batch_size // s.micro_batch_size  # slots in a step, each a micro-batch of one objective
 if S % world:
@@ -69,6 +69,8 @@ log_path, problem = os.path.join(s.out_dir, "log.jsonl"), ""
 has_run = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt")))
 restarted = gather([float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]).any()  # by torchrun, on some host
 resume = s.resume or (has_run and restarted)
+if s.resume and not has_run:
+    die(f"no readable checkpoint in {s.out_dir}: there is nothing to resume")
 if rank == 0:
     os.makedirs(s.out_dir, exist_ok=True)
     lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
@@ -186,7 +188,7 @@ if S % alpha.denominator:
 
 def stop(number, frame):
     """SIGTERM or Ctrl-C on any rank: all finish the step, save and exit."""
-    say("stopping after this step ...")
+    say("stopping, once a step is complete ...")
     signals.append(number)
 
 signals, stopped, start = [], 0, step
@@ -246,8 +248,8 @@ while True:
     table = gather(torch.cat((stats.flatten(), norm[None], norm.new_tensor(signals[:1] or [0]))))
     if not table.isfinite().all():
         bad = [r for r in range(world) if not table[r].isfinite().all()]
-        die(f"loss or gradient is not finite at step {step} on rank {', '.join(map(str, bad))}; nothing was updated, "
-            f"the last checkpoint in {s.out_dir} is intact: try a lower learning_rate")
+        die(f"loss or gradient is not finite at step {step} on rank {', '.join(map(str, bad))}; nothing was updated "
+            f"or saved: try a lower learning_rate")
     stopped = int(table[:, 5].max())
     running = [a + b for a, b in zip(running, table[:, :4].sum(0).tolist())]
 
