@@ -6,10 +6,8 @@ import torch
 import torch.distributed as dist
 
 def orthogonalize(G):
-    """
-    Of each matrix U S V^T in a stack (n, rows, cols), about U V^T: five Newton-Schulz steps X <- aX + bAX + cA^2X with
-    A = X X^T bring singular values into a band around 1 (0.7 to 1.2), not to 1, if they are not minute to begin with.
-    """
+    """About U V^T of each matrix U S V^T in a stack (n, rows, cols). Five Newton-Schulz steps X <- aX + bAX + cA^2X with
+    A = X X^T bring singular values into a band around 1 (0.7 to 1.2), not to 1, if they are not minute to begin with."""
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: small singular values grow fast
     X = G.mT if G.size(-2) > G.size(-1) else G
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # all singular values are now at most 1
@@ -17,23 +15,19 @@ def orthogonalize(G):
     # to follow A alone, A <- Q A Q, collect P = Q5 .. Q1 and apply it once. fp32 only: bf16 rounding of A can blow up.
     wide = X.dtype == torch.float32 and X.size(-1) > 1.5 * X.size(-2)
     for step in range(5):
-        if step == 0 or not wide:
-            A = X @ X.mT
+        A = Q @ A @ Q if wide and step else X @ X.mT
         Q = torch.baddbmm(A, A, A, beta=b, alpha=c)
         Q.diagonal(dim1=-2, dim2=-1).add_(a)
         if wide:
-            P = Q if step == 0 else Q @ P
-            A = Q @ A @ Q if step < 4 else None
+            P = Q @ P if step else Q
         else:
             X = Q @ X
     X = P @ X if wide else X
     return X.mT if G.size(-2) > G.size(-1) else X
 
 class Muon(torch.optim.Optimizer):
-    """
-    Each matrix has one owner, which alone keeps its momentum, orthogonalises, updates and then broadcasts it; the
-    gradient needs to be complete on the owner only. Small matrices of one shape are orthogonalised as a stack.
-    """
+    """Each matrix has one owner, which alone keeps its momentum, orthogonalises, updates and then broadcasts it; the
+    gradient needs to be complete on the owner only. Small matrices of one shape are orthogonalised as a stack."""
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.1, dtype=torch.float32):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -72,10 +66,8 @@ class Muon(torch.optim.Optimizer):
         momentum = []
         for p in self.params:
             m = self.state[p]["momentum"] if self.owner[p] == self.rank else torch.empty_like(p)
-            if self.rank == self.owner[p] != 0:
-                dist.send(m, 0)
-            elif self.rank == 0 != self.owner[p]:
-                dist.recv(m, self.owner[p])
+            if self.world > 1:
+                dist.broadcast(m, self.owner[p])
             momentum += [m] if self.rank == 0 else []
         return momentum
 
