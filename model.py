@@ -3,7 +3,7 @@ The model: one Llama transformer, used causally, bidirectionally, or with a bidi
 is an argument, so one set of weights serves every mode and nothing is switched or mutated.
 Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary.
 """
-import glob, os, pickle, zipfile
+import glob, os, zipfile
 
 import tokenizers
 import torch
@@ -11,18 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from configurator import Settings, die
-from data import BOS, MASK, N_SPECIAL
-
-# ---- attention masks -------------------------------------------------------------------------------------------------
+from configurator import Settings, check, die
+from data import BOS, MASK
 
 def make_mask(segments, positions, prefix):
-    """
-    Who sees whom: the one rule behind every mode. A query sees a key of its own segment (a document of a packed window)
-    or of segment 0 (a context that all segments share), if the key is not in the future or among the first `prefix`
+    """Who sees whom: the one rule behind every mode. A query sees a key of its own segment (a document of a window) or
+    of segment 0 (a context that all segments share), if the key is not in the future or among the first `prefix`
     positions: prefix 0 is causal (AR), T is bidirectional (MD), anything between is a prefix language model.
-    segments, positions: (B, T); prefix: (B,). On CUDA a sparse block mask for FlexAttention, elsewhere (B, 1, T, T).
-    """
+    segments, positions: (B, T); prefix: (B,). On CUDA a sparse block mask for FlexAttention, elsewhere (B, 1, T, T)."""
     def rule(b, h, q, k):
         together = (segments[b, k] == segments[b, q]) | (segments[b, k] == 0)
         return together & ((positions[b, k] <= positions[b, q]) | (positions[b, k] < prefix[b]))
@@ -32,17 +28,12 @@ def make_mask(segments, positions, prefix):
     b, t = (torch.arange(n, device=segments.device) for n in (B, T))
     return rule(b[:, None, None, None], None, t[:, None], t)
 
-def attend(q, k, v, mask):
-    if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
 class Linear(nn.Module):
     def __init__(self, d_in, d_out, bias=False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(d_out, d_in))  # fp32, whatever the type of the input
+        self.weight = nn.Parameter(torch.zeros(d_out, d_in))  # fp32, whatever the type of the input
         self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
 
     def forward(self, x):
@@ -79,7 +70,8 @@ class Block(nn.Module):
             S = mask.shape[-1]
             cache[0, :, :, S - T:S], cache[1, :, :, S - T:S] = k, v
             k, v = cache[:, :, :, :S]
-        y = attend(q, k, v, mask)
+        sparse = isinstance(mask, BlockMask)
+        y = flex_attention(q, k, v, block_mask=mask) if sparse else F.scaled_dot_product_attention(q, k, v, mask)
         x = x + self.o(y.transpose(1, 2).reshape(B, T, D))
         h = self.ff_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -92,21 +84,16 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.n_layer))
         self.norm, self.head = RMSNorm(s.n_embd, s.norm_eps), Linear(s.n_embd, s.vocab_size, bias=s.extra_head)
         self.projection = Linear(s.n_embd, s.n_embd) if s.extra_head else None
-        self.initialize(s.n_embd, s.vocab_size)
-
-    @torch.no_grad()
-    def initialize(self, D, V):
-        """Normal, cut at two sigma: std sqrt(2 / 5D) into a block, in its SwiGLU damped with depth; 0 out of it, so
-        that every block starts as the identity; sqrt(2 / (D + V)) for embedding and head."""
-        def normal(std, *layers):
+        # normal, cut at two sigma: std sqrt(2 / 5D) into a block, in its SwiGLU damped with depth; sqrt(2 / (D + V))
+        # for embedding and head. Weights out of a block stay 0, so that every block starts as the identity.
+        def initialize(std, *layers):
             for layer in layers:
                 nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+        inner, outer = (2 / (5 * s.n_embd)) ** 0.5, (2 / (s.n_embd + s.vocab_size)) ** 0.5
         for i, block in enumerate(self.blocks):
-            normal((2 / (5 * D)) ** 0.5, block.q, block.k, block.v)
-            normal((2 / (5 * D)) ** 0.5 * (1 / (2 * (i + 1))) ** 0.5, block.gate, block.up)
-            nn.init.zeros_(block.o.weight)
-            nn.init.zeros_(block.down.weight)
-        normal((2 / (D + V)) ** 0.5, self.embed, self.head)
+            initialize(inner, block.q, block.k, block.v)
+            initialize(inner * (1 / (2 * (i + 1))) ** 0.5, block.gate, block.up)
+        initialize(outer, self.embed, self.head)
 
     def hidden(self, tokens, mask, positions, cache=None):
         """tokens (B, T), a mask of make_mask, positions (B or 1, T) -> hidden states (B, T, D); state i predicts token
@@ -131,10 +118,8 @@ class Transformer(nn.Module):
         return HeadLoss.apply(h.flatten(0, 1), self.head.weight, targets.flatten(), weights.flatten(), z_loss)
 
 class HeadLoss(torch.autograd.Function):
-    """
-    The head and its loss, sum_i w_i (CE_i + z lse_i^2), with h (N, D), head (V, D), targets and w (N,). No more than
-    CHUNK logits exist at a time: the gradient of a chunk is computed at once, in the forward pass.
-    """
+    """The head and its loss, sum_i w_i (CE_i + z lse_i^2), with h (N, D), head (V, D), targets and w (N,). No more than
+    CHUNK logits exist at a time: the gradient of a chunk is computed at once, in the forward pass."""
     CHUNK = 2 ** 24
 
     @staticmethod
@@ -178,20 +163,18 @@ def choose_device(device, dtype):
 
 def load_checkpoint(path):
     """The contents of a checkpoint file, or of the newest readable one in a run directory; nothing is executed."""
-    if not os.path.exists(path):
-        die(f"no such checkpoint: {path}")
     files = glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")) if os.path.isdir(path) else [path]
     for file in sorted(files, key=lambda f: (os.path.basename(f) == "ckpt.pt", os.path.getmtime(f)), reverse=True):
         try:
             with zipfile.ZipFile(file) as archive:  # torch.load would accept a flipped bit
-                if broken := archive.testzip():
-                    raise ValueError(f"checksum of {broken}")
+                if sum(m.file_size for m in archive.infolist()) > os.path.getsize(file) or archive.testzip():
+                    raise ValueError("a checksum is wrong, or it is compressed")
             checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             if not {"model", "settings", "step"} <= set(checkpoint):
                 raise ValueError("not a checkpoint of train.py")
             return checkpoint
-        except (zipfile.BadZipFile, pickle.UnpicklingError, OSError, RuntimeError, ValueError, TypeError) as error:
-            print(f"skipping {file}, it is damaged: {str(error).splitlines()[0]}")
+        except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
+            print(f"skipping {file}, it is damaged: {str(error).partition(chr(10))[0]}")
     die(f"no readable checkpoint in {path}")
 
 def load_model(path, device="auto", dtype="auto"):
@@ -199,14 +182,13 @@ def load_model(path, device="auto", dtype="auto"):
     checkpoint = load_checkpoint(path)
     device, dtype = choose_device(device, dtype)
     try:
-        checkpoint["settings"] = Settings(**checkpoint["settings"])
+        checkpoint["settings"] = check(Settings(**checkpoint["settings"]))
         with torch.device("meta"):
             model = Transformer(checkpoint["settings"], dtype)
         model.load_state_dict(checkpoint["model"], assign=True)
         tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
-    except KeyError:
-        die(f"the checkpoint in {path} has no tokenizer")
-    except Exception as error:  # tokenizers raises plain Exceptions
-        die(f"the checkpoint in {path} does not fit this code: {str(error).splitlines()[0]}")
+        model.embed.weight[max(tokenizer.get_vocab().values())]  # every token has an embedding
+    except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
+        die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({type(error).__name__}: {error})")
     tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
     return model.to(device).eval(), tokenizer, checkpoint

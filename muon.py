@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 def orthogonalize(G):
-    """About U V^T of each matrix U S V^T in a stack (n, rows, cols). Five Newton-Schulz steps X <- aX + bAX + cA^2X with
-    A = X X^T bring singular values into a band around 1 (0.7 to 1.2), not to 1, if they are not minute to begin with."""
+    """Of each matrix U S V^T in a stack (n, rows, cols), about U V^T: with A = X X^T, five Newton-Schulz steps
+    X <- aX + bAX + cA^2X bring singular values that are not minute into a band around 1 (0.7 to 1.2), not to 1."""
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: small singular values grow fast
     X = G.mT if G.size(-2) > G.size(-1) else G
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # all singular values are now at most 1
@@ -72,6 +72,6 @@ class Muon(torch.optim.Optimizer):
         return momentum
 
     def scatter_momentum(self, momentum):
-        for p, m in zip(self.params, momentum):
+        for p, m in zip(self.params, momentum, strict=True):
             if self.owner[p] == self.rank:
                 self.state[p]["momentum"].copy_(m)
