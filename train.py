@@ -84,7 +84,7 @@ agree(problem)
 if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
 
-# ---- model, optimizers, schedule -------------------------------------------------------------------------------------
+# ---- model and optimizers --------------------------------------------------------------------------------------------
 
 torch.manual_seed(s.seed)
 model = Transformer(s, dtype).to(device)
@@ -97,11 +97,7 @@ if s.compile:
         die("torch.compile needs a C++ compiler on a CPU: use --compile=False")
     model.hidden = torch.compile(model.hidden, dynamic=False)
 
-def learning_rate(step):
-    """Warmup-stable-decay without the warmup: constant, then linear to 0 over the last decay_steps."""
-    return s.learning_rate * min(1, (s.max_steps - step) / max(s.decay_steps, 1))
-
-# ---- validation and checkpoints --------------------------------------------------------------------------------------
+# ---- validation, checkpoints, resume ---------------------------------------------------------------------------------
 
 @torch.no_grad()
 def validate():
@@ -199,18 +195,19 @@ slots = ((t, micro * world + rank) for t in range(step, s.max_steps) for micro i
 upcoming = (pool.submit(train_slot, stream, s, *slot) for slot in slots)  # prepared in the background, one ahead
 batch, clock, since = next(upcoming, None), time.time(), step
 while True:
+    # warmup-stable-decay without the warmup: constant, then linear to 0 over the last decay_steps
+    lr = s.learning_rate * min(1, (s.max_steps - step) / max(s.decay_steps, 1))
     last, record = step == s.max_steps, None
     evaluate, log, checkpoint = (last or (every and step % every == 0)
                                  for every in (s.eval_interval, s.log_interval, s.save_interval))
     if (evaluate or (log and step)) and not (records and records[-1]["step"] == step):
-        tokens, seconds = s.batch_size * T, time.time() - clock
-        record = {"step": step, "tokens": step * tokens, "lr": learning_rate(step)}
+        tokens, seconds = s.batch_size * T, (time.time() - clock) / max(step - since, 1)  # of a step
+        record = {"step": step, "tokens": step * tokens, "lr": lr}
         record |= {f"train_{k}": running[i] / running[i + 1] for k, i in (("ar", 0), ("md", 2)) if running[i + 1]}
-        record |= {"tok_per_s": round((step - since) * tokens / seconds)} if step > since else {}
+        record |= {"tok_per_s": round(tokens / seconds)} if step > since else {}
         record |= validate() if evaluate else {}
         line = " | ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in record.items())
-        if step > since:
-            line += f" | ETA {timedelta(seconds=round((s.max_steps - step) * seconds / (step - since)))}"
+        line += f" | ETA {timedelta(seconds=round((s.max_steps - step) * seconds))}" if step > since else ""
         records.append(record)
         if last:
             shares = ("ar", alpha), ("md", 1 - alpha)
@@ -264,7 +261,7 @@ while True:
         norm = gather(get_total_norm(complete)[None]).norm()
         clip_grads_with_norm_(model.parameters(), s.grad_clip, norm)
     for optimizer in (muon, adamw):
-        optimizer.param_groups[0]["lr"] = learning_rate(step)
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
     step += 1
