@@ -178,18 +178,11 @@ if rank == 0:
 R, T, alpha, accumulation = s.repetitions, s.seq_len, Fraction(s.alpha), S // world
 say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {str(dtype)[6:]}; "
     f"{s.data_dir}: {stream.W * T:,} unique tokens x {R} repetitions")
-say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times")
-if S % alpha.denominator:
-    say(f"{S} slots a step are no multiple of {alpha.denominator}: the mix alternates over steps")
-
-def stop(number, frame):
-    """SIGTERM or Ctrl-C on any rank: all finish the step, save and exit."""
-    say("stopping, once a step is complete ...")
-    signals.append(number)
-
-signals, stopped, start = [], 0, step
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
+say(f"alpha {alpha}: AR sees each token {float(alpha * R):g} times, MD {float((1 - alpha) * R):g} times"
+    + (f"; the mix alternates over steps of {S} slots" if S % alpha.denominator else ""))
+signals, stopped, start = [], 0, step  # after SIGTERM or Ctrl-C on any rank, all finish the step, save and exit
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: signals.append(number))
 pool = ThreadPoolExecutor(1)
 slots = ((t, micro * world + rank) for t in range(step, s.max_steps) for micro in range(accumulation))
 upcoming = (pool.submit(train_slot, stream, s, *slot) for slot in slots)  # prepared in the background, one ahead
