@@ -65,8 +65,7 @@ stream, token_bytes = Stream(*data["train"], s), bytes_per_token(tokenizer)
 if len(data["val"][0]) <= s.seq_len:
     die(f"{s.data_dir}/val.bin has {len(data['val'][0]):,} tokens, less than one window of seq_len {s.seq_len:,}")
 
-log_path, problem = os.path.join(s.out_dir, "log.jsonl"), ""
-has_run = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt")))
+has_run, problem = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt"))), ""
 restarted = gather([float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]).any()  # by torchrun, on some host
 resume = s.resume or (has_run and restarted)
 if s.resume and not has_run:
@@ -167,11 +166,10 @@ if resume:
     say(f"resuming {s.out_dir} at step {step}")
 if (gather([step]) != step).any():
     die(f"the processes see different checkpoints: {s.out_dir} must be on a file system that all hosts share")
-if rank == 0:
-    with open(log_path, "w") as f:  # what was logged after the checkpoint will be logged again
-        f.writelines(json.dumps(record) + "\n" for record in records)
-    if s.wandb:
-        wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
+log_file = open(os.path.join(s.out_dir, "log.jsonl") if rank == 0 else os.devnull, "w", buffering=1)  # line by line
+log_file.writelines(json.dumps(record) + "\n" for record in records)  # what came after the checkpoint comes again
+if s.wandb and rank == 0:
+    wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
 
 # ---- the loop: one more round than steps, so that the last weights are evaluated and saved too -----------------------
 
@@ -214,11 +212,9 @@ while True:
             save("ckpt.pt")
     if record:  # after the checkpoint: a log that says done is right
         say(line)
-        if rank == 0:
-            with open(log_path, "a") as f:
-                f.write(json.dumps(record) + "\n")
-            if s.wandb:
-                wandb.log(record, step=step)
+        log_file.write(json.dumps(record) + "\n")
+        if s.wandb and rank == 0:
+            wandb.log(record, step=step)
         clock, since = time.time(), step
     if last or stopped:
         break
