@@ -51,11 +51,6 @@ def gather(row):
         dist.all_reduce(table)
     return table.cpu()
 
-def agree(problem):
-    """A problem of rank 0 ends all ranks."""
-    if gather([float(bool(problem))]).any():
-        die(problem)
-
 # ---- data and run directory ------------------------------------------------------------------------------------------
 
 data, meta = open_data(s.data_dir, s.vocab_size)
@@ -79,7 +74,8 @@ if rank == 0:
         problem = f"another process is training in {s.out_dir}: wait for it, or choose another --out_dir"
     except OSError:
         say(f"the file system of {s.out_dir} has no locks: do not train in it twice at once")
-agree(problem)
+if gather([bool(problem)]).any():  # a problem of rank 0 ends all ranks
+    die(problem)
 if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
 
@@ -128,11 +124,11 @@ def save(name):
                 os.link(path + ".tmp", os.path.join(s.out_dir, f"ckpt_{step}.pt"))
             os.replace(path + ".tmp", path)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            reason = str(error).splitlines()[0]
-            problem = f"could not write {path} at step {step}; the checkpoint before it is intact ({reason})"
+            problem = f"could not write {path} at step {step}; the one before is intact ({str(error).splitlines()[0]})"
             if os.path.exists(path + ".tmp"):
                 os.remove(path + ".tmp")
-    agree(problem)
+    if gather([bool(problem)]).any():
+        die(problem)
 
 def overfits(records, objective):
     """The paper's overfitted run, made exact: at some time after its best the held-out loss was more than 2% above it,
