@@ -29,8 +29,7 @@ rank, local_rank, world = (int(os.environ.get(k, n)) for k, n in (("RANK", 0), (
 device, dtype = choose_device(s.device, s.dtype)
 S = s.batch_size // s.micro_batch_size  # slots in a step, each a micro-batch of one objective
 if S % world:
-    die(f"{world} processes cannot share {S} slots (batch_size / micro_batch_size); these numbers can: "
-        + ", ".join(str(n) for n in range(1, S + 1) if S % n == 0))
+    die(f"{world} processes cannot share {S} slots (batch_size / micro_batch_size): use a divisor of {S}")
 if device == "cuda":
     torch.cuda.set_device(local_rank)
 if world > 1:  # a rank that has waited this long for another gives up
@@ -132,7 +131,7 @@ def save(name):
 
 def overfits(records, objective):
     """The paper's overfitted run, made exact: at some time after its best the held-out loss was more than 2% above it,
-    while the training loss (its mean since the validation before) was below its value at the best."""
+    while the training loss (its mean since the validation before; none without a share) was below its value there."""
     points, train = [], []
     for r in records:
         train += [r[f"train_{objective}"]] if f"train_{objective}" in r else []
@@ -141,10 +140,7 @@ def overfits(records, objective):
     best = min(range(len(points)), key=lambda i: points[i][0], default=0)
     return any(val > 1.02 * points[best][0] and loss < points[best][1] for val, loss in points[best:])
 
-# ---- resume ----------------------------------------------------------------------------------------------------------
-
-step, records = 0, []
-running = [0.0] * 4  # since the last record: the sum of AR losses, their number, the same for MD
+step, records, running = 0, [], [0.0] * 4  # since the last record: sum of AR losses, their number, the same for MD
 if resume:
     ckpt = load_checkpoint(s.out_dir)
     try:
@@ -197,15 +193,13 @@ while True:
         line += f" | ETA {timedelta(seconds=round((s.max_steps - step) * seconds))}" if step > since else ""
         records.append(record)
         if last:
-            shares = ("ar", alpha), ("md", 1 - alpha)
-            record |= {"done": True, "overfit": any(share and overfits(records, k) for k, share in shares)}
+            record |= {"done": True, "overfit": overfits(records, "ar") or overfits(records, "md")}
         running = [0.0] * 4
-    if step > start:
-        decays = s.decay_steps and step == s.max_steps - s.decay_steps
-        if decays:
-            save("ckpt_decay.pt")
-        if stopped or checkpoint or decays:  # ckpt.pt is always the newest
-            save("ckpt.pt")
+    decays = s.decay_steps and step == s.max_steps - s.decay_steps
+    if step > start and decays:
+        save("ckpt_decay.pt")
+    if step > start and (stopped or checkpoint or decays):  # ckpt.pt is always the newest
+        save("ckpt.pt")
     if record:  # after the checkpoint: a log that says done is right
         say(line)
         log_file.write(json.dumps(record) + "\n")
@@ -238,13 +232,11 @@ while True:
     # ---- sum over ranks, a matrix on its owner, the rest everywhere; then update ----
     if world > 1:
         requests = [dist.reduce(p.grad, muon.owner[p], async_op=True) for p in matrices]
-        requests += [dist.all_reduce(p.grad, async_op=True) for p in others]
-        for request in requests:
+        for request in requests + [dist.all_reduce(p.grad, async_op=True) for p in others]:
             request.wait()
     if s.grad_clip:
         complete = [p.grad for p in matrices if muon.owner[p] == rank] + [p.grad for p in others if rank == 0]
-        norm = gather(get_total_norm(complete)[None]).norm()
-        clip_grads_with_norm_(model.parameters(), s.grad_clip, norm)
+        clip_grads_with_norm_(model.parameters(), s.grad_clip, gather(get_total_norm(complete)[None]).norm())
     for optimizer in (muon, adamw):
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -257,5 +249,4 @@ if not last:
     say(f"stopped by a signal at step {step}, saved; go on with --resume=True")
     sys.exit(128 + stopped)
 say(f"done, see {s.out_dir}. Next:\n  python eval.py --ckpt {s.out_dir}\n"
-    f"  python sample.py --ckpt {s.out_dir} --prompt 'The module'\n"
     f"  python sample.py --ckpt {s.out_dir} --mode infill --prompt 'Return the <mask:3> of a list.'")
