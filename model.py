@@ -163,7 +163,7 @@ def choose_device(device, dtype):
 
 def load_checkpoint(path):
     """The contents of a checkpoint file, or of the newest readable one in a run directory; nothing is executed."""
-    files = glob.glob(os.path.join(glob.escape(path), "ckpt*.pt")) if os.path.isdir(path) else [path]
+    files = [path] if os.path.isfile(path) else glob.glob(os.path.join(glob.escape(path), "ckpt*.pt"))
     for file in sorted(files, key=lambda f: (os.path.basename(f) == "ckpt.pt", os.path.getmtime(f)), reverse=True):
         try:
             with zipfile.ZipFile(file) as archive:  # torch.load would accept a flipped bit
@@ -175,7 +175,7 @@ def load_checkpoint(path):
             return checkpoint
         except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
             print(f"skipping {file}, it is damaged: {str(error).partition(chr(10))[0]}")
-    die(f"no readable checkpoint in {path}")
+    die(f"no {'readable checkpoint in' if os.path.exists(path) else 'such checkpoint:'} {path}")
 
 def load_model(path, device="auto", dtype="auto"):
     """A trained model ready for use, its tokenizer, and the checkpoint it came from (settings as an object)."""
