@@ -50,11 +50,14 @@ def open_data(data_dir, vocab_size):
                 die(f"{data_dir}/{name} is not what meta.json describes (truncated, changed): run prepare.py again")
         if meta["vocab_size"] > vocab_size:
             die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        data = {split: [np.memmap(os.path.join(data_dir, split + end), dtype, "r")
+                        for end, dtype in ((".bin", np.uint16), (".idx", np.uint64))] for split in ("train", "val")}
+        for tokens, starts in data.values():
+            if starts[0] != 0 or starts[-1] != len(tokens) or (starts[1:] <= starts[:-1]).any():
+                raise ValueError("documents overlap, or go beyond the end")
+        return data, meta
+    except (ValueError, LookupError, TypeError, RecursionError, FileNotFoundError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
-    tokens, starts = ([np.memmap(os.path.join(data_dir, split + end), dtype, "r") for split in ("train", "val")]
-                      for end, dtype in ((".bin", np.uint16), (".idx", np.uint64)))
-    return dict(zip(("train", "val"), zip(tokens, starts))), meta
 
 def bytes_per_token(tokenizer):
     """(V,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""

@@ -3,7 +3,7 @@ The model: one Llama transformer, used causally, bidirectionally, or with a bidi
 is an argument, so one set of weights serves every mode and nothing is switched or mutated.
 Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary.
 """
-import glob, os, pickle, zipfile
+import glob, os, zipfile
 
 import tokenizers
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from configurator import Settings, die
+from configurator import Settings, check, die
 from data import BOS, MASK, N_SPECIAL
 
 # ---- attention masks -------------------------------------------------------------------------------------------------
@@ -184,14 +184,14 @@ def load_checkpoint(path):
     for file in sorted(files, key=lambda f: (os.path.basename(f) == "ckpt.pt", os.path.getmtime(f)), reverse=True):
         try:
             with zipfile.ZipFile(file) as archive:  # torch.load would accept a flipped bit
-                if broken := archive.testzip():
-                    raise ValueError(f"checksum of {broken}")
+                if sum(m.file_size for m in archive.infolist()) > os.path.getsize(file) or archive.testzip():
+                    raise ValueError("a checksum is wrong, or it is compressed")
             checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             if not {"model", "settings", "step"} <= set(checkpoint):
                 raise ValueError("not a checkpoint of train.py")
             return checkpoint
-        except (zipfile.BadZipFile, pickle.UnpicklingError, OSError, RuntimeError, ValueError, TypeError) as error:
-            print(f"skipping {file}, it is damaged: {str(error).splitlines()[0]}")
+        except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
+            print(f"skipping {file}, it is damaged: {str(error).partition(chr(10))[0]}")
     die(f"no readable checkpoint in {path}")
 
 def load_model(path, device="auto", dtype="auto"):
@@ -199,7 +199,7 @@ def load_model(path, device="auto", dtype="auto"):
     checkpoint = load_checkpoint(path)
     device, dtype = choose_device(device, dtype)
     try:
-        checkpoint["settings"] = Settings(**checkpoint["settings"])
+        checkpoint["settings"] = check(Settings(**checkpoint["settings"]))
         with torch.device("meta"):
             model = Transformer(checkpoint["settings"], dtype)
         model.load_state_dict(checkpoint["model"], assign=True)

@@ -80,6 +80,6 @@ class Muon(torch.optim.Optimizer):
         return momentum
 
     def scatter_momentum(self, momentum):
-        for p, m in zip(self.params, momentum):
+        for p, m in zip(self.params, momentum, strict=True):
             if self.owner[p] == self.rank:
                 self.state[p]["momentum"].copy_(m)

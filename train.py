@@ -67,19 +67,24 @@ if len(data["val"][0]) <= s.seq_len:
 
 log_path, problem = os.path.join(s.out_dir, "log.jsonl"), ""
 has_run = bool(glob.glob(os.path.join(glob.escape(s.out_dir), "ckpt*.pt")))
-restarted = gather([float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]).any()  # by torchrun, on some host
+restarted = gather([float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]).any().item()  # by torchrun, on some host
 resume = s.resume or (has_run and restarted)
 if s.resume and not has_run:
     die(f"no readable checkpoint in {s.out_dir}: there is nothing to resume")
 if rank == 0:
     os.makedirs(s.out_dir, exist_ok=True)
     lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    for patience in range(120 * restarted, -1, -1):  # seconds; a host that was lost may hold its lock for a while
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(min(patience, 1))
+        except OSError:
+            say(f"the file system of {s.out_dir} has no locks: do not train in it twice at once")
+            break
+    else:
         problem = f"another process is training in {s.out_dir}: wait for it, or choose another --out_dir"
-    except OSError:
-        say(f"the file system of {s.out_dir} has no locks: do not train in it twice at once")
 agree(problem)
 if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
@@ -165,7 +170,7 @@ if resume:
         muon.scatter_momentum(ckpt["momentum"])
         adamw.load_state_dict(ckpt["adamw"])
         step, running, records = ckpt["step"], ckpt["running"], ckpt["records"]
-    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         die(f"the checkpoint in {s.out_dir} is of another model: {error}")
     del ckpt
     say(f"resuming {s.out_dir} at step {step}")
@@ -187,8 +192,8 @@ if S % alpha.denominator:
     say(f"{S} slots a step are no multiple of {alpha.denominator}: the mix alternates over steps")
 
 def stop(number, frame):
-    """SIGTERM or Ctrl-C on any rank: all finish the step, save and exit."""
-    say("stopping, once a step is complete ...")
+    """SIGTERM or Ctrl-C on any rank: all finish the step, save and exit. Not with print: it may have been at work."""
+    os.write(1, b"stopping, once a step is complete ...\n" * (rank == 0))
     signals.append(number)
 
 signals, stopped, start = [], 0, step
