@@ -176,11 +176,13 @@ def kill_runs(launcher, folder, kills, seed, worlds=(1,), say=lambda *_: None):
     final weights from those of a run in peace; every checkpoint found after a kill must be whole, and none older."""
     rng, count = random.Random(seed), dict(kills=0, restarts=0, runs=0, lost=0, slowest=0.0, difference=0.0, **dict.fromkeys(
         ("SIGKILL", "SIGTERM", "in a checkpoint", "one of several ranks"), 0))
-    peace, start = folder / "out/peace", time.time()
-    if not peace.exists():
-        status = launcher.wait(launcher.start("train.py", flags(**RUN, out_dir="out/peace"), folder, folder / "peace.txt"))
-        assert status == 0, (folder / "peace.txt").read_text()
-    duration, whole = max(1.0, time.time() - start), read(peace / "ckpt.pt")["model"]
+    peace = folder / "out/peace"
+    launcher.wait(launcher.start("train.py", ["-h"], folder, os.devnull))  # until it has imported everything
+    shutil.rmtree(peace, ignore_errors=True)
+    start = time.time()
+    status = launcher.wait(launcher.start("train.py", flags(**RUN, out_dir="out/peace"), folder, folder / "peace.txt"))
+    assert status == 0, (folder / "peace.txt").read_text()
+    duration, whole = time.time() - start, read(peace / "ckpt.pt")["model"]
     while count["kills"] < kills:
         out, output, best, done = f"out/killed{seed}_{count['runs']}", folder / f"killed{seed}_{count['runs']}.txt", 0, False
         used, count["runs"] = [], count["runs"] + 1
@@ -198,7 +200,7 @@ def kill_runs(launcher, folder, kills, seed, worlds=(1,), say=lambda *_: None):
             pids = launcher.ranks(n, "train.py", flags(**RUN, out_dir=out) + resume, folder, output, hooks=hook)
             killed = []
             if kind and not hook:
-                time.sleep(rng.random() * duration * 0.8)
+                time.sleep(rng.random() * duration * (1 - best / STEPS / 2) * 0.8)
                 killed = [rng.choice(pids)] if kind == "one of several ranks" else pids
                 for pid in killed:
                     os.kill(pid, signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
@@ -236,13 +238,297 @@ def kill_runs(launcher, folder, kills, seed, worlds=(1,), say=lambda *_: None):
     return count
 
 
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+ODD = [None, True, -1, 0, 10 ** 30, -2 ** 63, 0.5, 1e308, float("nan"), float("inf"), "", "\0", "\ud800", "a" * 5000, [], {}, [[]],
+       [None] * 40, {"a": None}, "../../x", "/etc/passwd", "1", "-1", "[]"]
+SNIPPETS = [b"", b"\0", b"\xff", b"\n", b"\r", b'"', b"{", b"}", b"[" * 3000, b"]", b"\\u", b"\\ud800", b"null", b"NaN", b"1e999", b"-", b",", b":",
+            b"9" * 5000, b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"PK\x03\x04", b"\x1f\x8b\x08", b"../"]
+
+
+def damaged(content, rng):
+    """Bytes with one to four accidents: bits flipped, parts cut out, repeated, overwritten, snippets put in, the end missing."""
+    content = bytearray(content)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        a = rng.randrange(len(content) + 1)
+        b = min(len(content), a + rng.choice((1, 1, 2, 8, 100, 10000)))
+        accident = rng.randrange(7)
+        if accident == 0 and a < len(content):
+            content[a] ^= 1 << rng.randrange(8)
+        elif accident == 1:
+            del content[a:b]
+        elif accident == 2:
+            content[a:a] = content[a:b]
+        elif accident == 3:
+            content[a:b] = rng.randbytes(b - a)
+        elif accident == 4:
+            content[a:a] = rng.choice(SNIPPETS)
+        elif accident == 5:
+            content[a:b] = rng.choice(SNIPPETS)
+        else:
+            del content[a:]
+    return bytes(content)
+
+
+def altered(value, rng):
+    """A copy of nested lists and dicts in which one thing is another, is missing, or is there twice."""
+    if isinstance(value, (list, dict)) and value and rng.random() < 0.9:
+        copy, key = (dict(value), rng.choice(list(value))) if isinstance(value, dict) else (list(value), rng.randrange(len(value)))
+        act = rng.randrange(6)
+        if act == 0:
+            del copy[key]
+        elif act == 1 and isinstance(copy, list):
+            copy.insert(key, copy[rng.randrange(len(copy))])
+        else:
+            copy[key] = altered(copy[key], rng)
+        return copy
+    if isinstance(value, (int, float)) and rng.random() < 0.4:
+        return value + rng.choice((-1, 1, 0.5, 2 ** 16, 2 ** 31, -2 ** 31))
+    return rng.choice(ODD)
+
+
+def make_readers(folder):
+    """{name: function of a random generator}: each makes one bad input and reads it. What it returns is not used: a wrong
+    result, where right and wrong can be told apart, is an AssertionError."""
+    import configurator
+    import data
+    import eval as evaluation
+    import export
+    import model
+    import prepare
+    from safetensors.torch import load_file, save, save_file
+
+    small = tiny_settings(n_layer=1, n_embd=8, n_ff=8, n_head=1, data_dir=str(folder / "data/tiny"))
+    tiny, files = folder / "data/tiny", {}
+    for name in (*data.FILES, "meta.json"):
+        files[name] = (tiny / name).read_bytes()
+    tokenizer = files["tokenizer.json"].decode()
+    sound, _ = data.open_data(str(tiny), 300)
+    first = data.train_slot(data.Stream(*sound["train"], small), small, 0, 0)
+
+    def prepared(rng):
+        """A prepared folder; every other time the hashes in meta.json are right, as whoever made the file wanted."""
+        target = folder / "bad"
+        target.mkdir(exist_ok=True)
+        name, meta = rng.choice(list(files)), json.loads(files["meta.json"])
+        contents = {**files, name: damaged(files[name], rng)}
+        if name == "meta.json" and rng.random() < 0.7:
+            contents[name] = json.dumps(altered(meta, rng)).encode("utf-8", "surrogatepass")
+        if name == "tokenizer.json" and rng.random() < 0.7:
+            contents[name] = json.dumps(altered(json.loads(tokenizer), rng)).encode("utf-8", "surrogatepass")
+        for file in files:
+            (target / file).write_bytes(contents[file])
+        forged = name != "meta.json" and rng.random() < 0.7
+        if forged:
+            meta["files"][name] = data.fingerprint(target / name)
+            (target / "meta.json").write_text(json.dumps(meta))
+        found, _ = data.open_data(str(target), 300)
+        slot = data.train_slot(data.Stream(*found["train"], small), small, 0, 0)
+        list(data.val_batches(found["val"][0], small))
+        data.bytes_per_token((target / "tokenizer.json").read_text(encoding="utf-8"))
+        assert forged or all(np.array_equal(a, b) for a, b in zip(slot, first)), f"{name} is wrong, nobody noticed"
+
+    texts = prose(30)
+    lines = [{"text": text, "id": i, "meta": {"a": [1, 2.5, None]}} for i, text in enumerate(texts)]
+
+    def corpora(rng):
+        """.jsonl, .jsonl.gz, .txt: the documents that are left, or one line."""
+        import gzip
+        kind = rng.choice((".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"))
+        records = altered(lines, rng) if rng.random() < 0.5 else lines
+        records = records if isinstance(records, list) else [records]
+        content = "\n".join(json.dumps(record) for record in records).encode("utf-8", "surrogatepass")
+        if kind == ".jsonl.gz":
+            content = gzip.compress(content, mtime=0)
+        if kind == ".jsonl.zst":
+            content = __import__("zstandard").compress(content)
+        path = folder / ("bad" + kind)
+        path.write_bytes(damaged(content, rng))
+        found = list(prepare.read([str(path)]))
+        for raw in found:
+            prepare.digest(raw)
+        if kind == ".jsonl.gz" and records is lines and path.read_bytes() != content:
+            parsed = [prepare.parse(raw) for raw in found]  # gzip has a checksum, but not over names and what is no member
+            assert parsed == texts or not parsed or parsed == texts * (len(parsed) // len(texts)), "another text"
+
+    torch.manual_seed(0)
+    weights = random_model(small).state_dict()
+    content = {"model": weights, "settings": vars(small), "step": 6, "tokenizer": tokenizer, "momentum": [], "adamw": {}, "running": [0.0] * 4,
+               "records": [{"step": 1, "val_ar": 2.5}], "data": json.loads(files["meta.json"])["files"]}
+    whole = io.BytesIO()
+    torch.save(content, whole)
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "executed"),)
+
+    def checkpoints(rng):
+        """A checkpoint file: damaged; with other contents and right checksums; a pickle that wants to be executed."""
+        path, kind = folder / "bad.pt", rng.choice("damaged damaged damaged altered altered evil".split())
+        if kind == "damaged":
+            path.write_bytes(damaged(whole.getvalue(), rng))
+        elif kind == "evil":
+            with contextlib.suppress(UnicodeEncodeError):
+                torch.save({**content, rng.choice(list(content)): Evil()} if rng.random() < 0.5 else Evil(), path)
+        else:
+            with contextlib.suppress(UnicodeEncodeError):
+                torch.save(altered(content, rng), path)
+        found, coder, checkpoint = model.load_model(str(path), "cpu")
+        if kind == "damaged":
+            assert all(torch.equal(v, weights[k]) for k, v in found.state_dict().items()), "other weights"
+        coder.encode("a <mask> b")
+
+    class Tokenizers:
+        loaded = {**content}
+
+    def tokenizer_files(rng):
+        """tokenizer.json inside a checkpoint, and in a prepared folder."""
+        text = (json.dumps(altered(json.loads(tokenizer), rng)).encode("utf-8", "surrogatepass") if rng.random() < 0.5 else
+                damaged(tokenizer.encode(), rng)).decode("utf-8", "replace")
+        load = model.load_checkpoint
+        model.load_checkpoint = lambda path: {**content, "tokenizer": text}
+        try:
+            found, coder, _ = model.load_model("bad", "cpu")
+        finally:
+            model.load_checkpoint = load
+        ids = coder.encode("some text, <mask> and more\u00e9\U0001f600", add_special_tokens=False).ids
+        assert all(i < 300 for i in ids), "an id without an embedding"
+        data.bytes_per_token(text)
+
+    examples = {
+        "arc_easy": {"id": "x", "question": {"stem": "What is it?", "choices": [{"text": t, "label": k} for k, t in zip("ABCD", "wxyz")]}, "answerKey": "B"},
+        "blimp": {"sentence_good": "Cats sleep.", "sentence_bad": "Cats sleeps.", "UID": "agreement"},
+        "hellaswag": {"activity_label": "Swim", "ctx_a": "A man swims.", "ctx_b": "he", "ctx": "x", "endings": ["a.", "b [title] c.", "d", "e"], "label": 2},
+        "piqa": {"goal": "Open a jar", "sol1": "Turn it", "sol2": "Eat it"},
+        "socialiqa": {"context": "A met B.", "question": "Why?", "answerA": "x", "answerB": "y", "answerC": "z"}}
+    for name in ("arc_challenge", "commonsenseqa", "openbookqa"):
+        examples[name] = examples["arc_easy"]
+
+    def tasks(rng):
+        """A task's release file, its labels included."""
+        name = rng.choice([*examples, "mmlu"])
+        task, target = evaluation.TASKS[name], folder / "tasks" / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for i in range(task.n_files):
+            if name == "mmlu":
+                content = "\n".join(['"What, then?",a,b,c,d,C'] * 3).encode()
+                content = damaged(content, rng) if i == 5 else content
+            else:
+                records = [altered(examples[name], rng) if rng.random() < 0.3 else examples[name] for _ in range(3)]
+                content = "\n".join(map(json.dumps, records)).encode("utf-8", "surrogatepass")
+                content = damaged(content, rng) if rng.random() < 0.5 and i == 0 else content
+            (target / task.file.replace("*", f"part{i:02}")).write_bytes(content)
+        if task.labels:
+            content = b"1\n1\n1\n"
+            (target / task.labels).write_bytes(damaged(content, rng) if rng.random() < 0.3 else content)
+        for d in evaluation.read_task(name, str(folder / "tasks"), 3):
+            assert isinstance(d.context, str) and all(isinstance(c, str) and c.strip() for c in d.completions), d
+            assert 0 <= d.gold < len(d.completions), d
+
+    names, values = list(vars(configurator.Settings())), ["1", "0", "-1", "1e5", "1e-5", "1e999", "-1e999", "nan", "inf", "True", "None", "", "''", "[]",
+              "1/2", "63/64", "1/0", "-1/2", "1e999999999", "1e-999999999", "10**9", "1_000", "0x10", "1j", "9" * 400, "9" * 5000, "-" * 3000 + "1",
+              "(" * 300, "auto", "cpu", "cuda", "float32", "\0", "\ud800", "\u0661", "a=b", "--x", "1,2", "{}", "__import__('os').getpid()"]
+
+    def settings(rng):
+        """Command lines: what is accepted has the right types, is in range, and is accepted again."""
+        argv = []
+        for _ in range(rng.randint(1, 4)):
+            name, value = rng.choice(names), rng.choice((rng.choice(values), str(rng.randint(-5, 2 ** rng.randint(1, 60))), repr(rng.random())))
+            if rng.random() < 0.2:
+                name = damaged(name.encode(), rng).decode("latin-1").replace("\0", "")
+            if rng.random() < 0.2:
+                value = damaged(value.encode("utf-8", "surrogatepass"), rng).decode("latin-1")
+            argv.append(f"--{name}={value}" if rng.random() < 0.95 else f"--{name}")
+        s = configurator.load_settings(argv, "")
+        for name, default in vars(configurator.Settings()).items():
+            value = getattr(s, name)
+            assert type(value) is type(default) and value != "", (argv, name)
+            assert not isinstance(value, (int, float)) or 0 <= value <= 1e15, (argv, name)
+        assert re.fullmatch(r"\d+(/\d+)?", s.alpha) and 0 <= eval(s.alpha) <= 1 and s.batch_size % s.micro_batch_size == 0, argv
+        assert vars(configurator.check(configurator.Settings(**vars(s)))) == vars(s)
+
+    official = tiny_settings(n_layer=1, n_embd=8, n_ff=8, n_head=1, extra_head=True)
+    state = {export.rename(k, 1): v for k, v in random_model(official).state_dict().items()}
+    (folder / "tokenizer.json").write_text(tokenizer)
+    export.Settings, export.load_file, export.save_file = lambda **changes: official, load_file, save_file
+    stored, pickled = save(state), io.BytesIO()
+    torch.save(state, pickled)
+
+    def official_models(rng):
+        """The paper's released models: .safetensors or a pickled state dict."""
+        kind = rng.choice(("model.safetensors", "model.bin", "altered.bin", "evil.bin"))
+        path, out = folder / ("bad-" + kind), folder / "official"
+        shutil.rmtree(out, ignore_errors=True)
+        if kind == "altered.bin":
+            with contextlib.suppress(UnicodeEncodeError):
+                torch.save(altered(state, rng), path)
+        elif kind == "evil.bin":
+            torch.save({**state, rng.choice(list(state)): Evil()} if rng.random() < 0.5 else Evil(), path)
+        else:
+            path.write_bytes(damaged(stored if kind == "model.safetensors" else pickled.getvalue(), rng))
+        export.from_official(str(path), str(folder / "tokenizer.json"), str(out))
+        assert model.load_checkpoint(str(out))["model"].keys() == weights_of_official, "a tensor is missing"
+
+    weights_of_official = random_model(official).state_dict().keys()
+    return dict(prepared=prepared, corpora=corpora, checkpoints=checkpoints, tokenizers=tokenizer_files, tasks=tasks,
+                settings=settings, official_models=official_models)
+
+
+def fuzz(folder, names, inputs, seed, say=lambda *_, **__: None):
+    """{reader: (results, clear errors)}; the first input that ends otherwise is an AssertionError with its number."""
+    readers, counts = make_readers(folder), {}
+
+    def too_long(*_):
+        raise TimeoutError("no answer within 20 seconds")
+    signal.signal(signal.SIGALRM, too_long)
+    for name in names or readers:
+        counts[name] = [0, 0]
+        for i in range(inputs):
+            output = io.StringIO()
+            signal.alarm(20)
+            try:
+                with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                    readers[name](random.Random(f"{name} {seed} {i}"))
+                counts[name][0] += 1
+            except SystemExit as end:
+                assert re.fullmatch("error: [^\n]+", str(end.code)), f"{name}, input {i}: {end.code!r}"
+                counts[name][1] += 1
+            except BaseException as error:
+                if isinstance(error, OSError) and not isinstance(error, TimeoutError) or isinstance(error, KeyboardInterrupt):
+                    counts[name][1] += 1  # configurator.excepthook makes one line of it
+                    if isinstance(error, KeyboardInterrupt):
+                        raise
+                    continue
+                raise AssertionError(f"{name}, seed {seed}, input {i}: {type(error).__name__}: {error}"[:2000]) from error
+            finally:
+                signal.alarm(0)
+            assert not (folder / "executed").exists(), f"{name}, input {i}: code in a file was executed"
+            if i % 100 == 99:
+                say(f"\r{name}: {i + 1:,} inputs, {counts[name][0]:,} read, {counts[name][1]:,} refused", end="")
+        say()
+    return counts
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--serve"]:
         sys.exit(serve())
-    import logging
-    with tempfile.TemporaryDirectory() as f, Launcher() as l:
-        f = pathlib.Path(f)
-        make_corpus(f)
-        t=time.time()
-        print(kill_runs(l, f, 12, 1, say=print)); print(time.time()-t)
-        print(kill_runs(l, f, 8, 2, (2,1,4), say=print)); print(time.time()-t)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--inputs", type=int, default=20000, help="for each reader")
+    parser.add_argument("--readers", default="", help="only these, by name")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+
+    def say(*text, **options):
+        print(*text, **options, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        make_corpus(folder)
+        for worlds, kills in (((1,), args.kills - args.kills // 3), ((2, 1, 4), args.kills // 3)):
+            if kills:
+                with Launcher() as launcher:
+                    count = kill_runs(launcher, folder, kills, args.seed * 10 + len(worlds), worlds, say)
+                say(f"\n{'one process' if worlds == (1,) else 'processes 2, 1, 4, 2, ... in turn'}: {count}")
+        if args.inputs:
+            fuzz(folder, args.readers.split(",") if args.readers else None, args.inputs, args.seed, say)
