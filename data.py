@@ -35,7 +35,7 @@ def fingerprint(path, block=2 ** 20, blocks=256):
     return [size, digest.hexdigest()]
 
 def open_data(data_dir, vocab_size):
-    """{split: (tokens, starts)}, memory-mapped, and the content of meta.json, after checking one against the other."""
+    """{split: (tokens, starts)}, memory-mapped, and what meta.json says, one checked against the other; the tokenizer."""
     path = os.path.join(data_dir, "meta.json")
     if not os.path.isfile(path):
         files = "" if data_dir == "data/pydocs" else f" --input FILES --out {data_dir}"
@@ -55,15 +55,17 @@ def open_data(data_dir, vocab_size):
         for tokens, starts in data.values():
             if starts[0] != 0 or starts[-1] != len(tokens) or (starts[1:] <= starts[:-1]).any():
                 raise ValueError("documents overlap, or go beyond the end")
+        with open(os.path.join(data_dir, "tokenizer.json"), encoding="utf-8") as f:
+            meta["tokenizer"] = f.read()
+        meta["token_bytes"] = bytes_per_token(meta["tokenizer"])
         return data, meta
-    except (ValueError, LookupError, TypeError, RecursionError, FileNotFoundError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
 
 def bytes_per_token(tokenizer):
-    """(V,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
-    vocab = json.loads(tokenizer)["model"]["vocab"]
-    table = np.zeros(max(vocab.values()) + 1)
-    for token, i in vocab.items():
+    """(65536,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
+    table = np.zeros(2 ** 16)
+    for token, i in json.loads(tokenizer)["model"]["vocab"].items():
         table[i] = len(token) if i >= N_SPECIAL else 0
     return table
 

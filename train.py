@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from configurator import FREE_ON_RESUME, die, load_settings
-from data import Stream, bytes_per_token, open_data, train_slot, val_batches
+from data import Stream, open_data, train_slot, val_batches
 from model import Transformer, choose_device, load_checkpoint
 from muon import Muon
 
@@ -59,9 +59,7 @@ def agree(problem):
 # ---- data and run directory ------------------------------------------------------------------------------------------
 
 data, meta = open_data(s.data_dir, s.vocab_size)
-with open(os.path.join(s.data_dir, "tokenizer.json"), encoding="utf-8") as f:
-    tokenizer = f.read()
-stream, token_bytes = Stream(*data["train"], s), bytes_per_token(tokenizer)
+stream, tokenizer, token_bytes = Stream(*data["train"], s), meta["tokenizer"], meta["token_bytes"]
 if len(data["val"][0]) <= s.seq_len:
     die(f"{s.data_dir}/val.bin has {len(data['val'][0]):,} tokens, less than one window of seq_len {s.seq_len:,}")
 
