@@ -325,7 +325,6 @@ def make_readers(folder):
         found, _ = data.open_data(str(target), 300)
         slot = data.train_slot(data.Stream(*found["train"], small), small, 0, 0)
         list(data.val_batches(found["val"][0], small))
-        data.bytes_per_token((target / "tokenizer.json").read_text(encoding="utf-8"))
         assert forged or all(np.array_equal(a, b) for a, b in zip(slot, first)), f"{name} is wrong, nobody noticed"
 
     texts = prose(30)
@@ -378,11 +377,8 @@ def make_readers(folder):
             assert all(torch.equal(v, weights[k]) for k, v in found.state_dict().items()), "other weights"
         coder.encode("a <mask> b")
 
-    class Tokenizers:
-        loaded = {**content}
-
     def tokenizer_files(rng):
-        """tokenizer.json inside a checkpoint, and in a prepared folder."""
+        """The tokenizer inside a checkpoint."""
         text = (json.dumps(altered(json.loads(tokenizer), rng)).encode("utf-8", "surrogatepass") if rng.random() < 0.5 else
                 damaged(tokenizer.encode(), rng)).decode("utf-8", "replace")
         load = model.load_checkpoint
@@ -393,7 +389,6 @@ def make_readers(folder):
             model.load_checkpoint = load
         ids = coder.encode("some text, <mask> and more\u00e9\U0001f600", add_special_tokens=False).ids
         assert all(i < 300 for i in ids), "an id without an embedding"
-        data.bytes_per_token(text)
 
     examples = {
         "arc_easy": {"id": "x", "question": {"stem": "What is it?", "choices": [{"text": t, "label": k} for k, t in zip("ABCD", "wxyz")]}, "answerKey": "B"},
