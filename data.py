@@ -35,7 +35,7 @@ def fingerprint(path, block=2 ** 20, blocks=256):
     return [size, digest.hexdigest()]
 
 def open_data(data_dir, vocab_size):
-    """{split: (tokens, starts)}, memory-mapped, and what meta.json says, one checked against the other; the tokenizer."""
+    """{split: (tokens, starts)}, memory-mapped, and what meta.json says, after checking one against the other."""
     path = os.path.join(data_dir, "meta.json")
     if not os.path.isfile(path):
         files = "" if data_dir == "data/pydocs" else f" --input FILES --out {data_dir}"

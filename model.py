@@ -204,9 +204,8 @@ def load_model(path, device="auto", dtype="auto"):
             model = Transformer(checkpoint["settings"], dtype)
         model.load_state_dict(checkpoint["model"], assign=True)
         tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
-    except KeyError:
-        die(f"the checkpoint in {path} has no tokenizer")
-    except Exception as error:  # tokenizers raises plain Exceptions
-        die(f"the checkpoint in {path} does not fit this code: {str(error).splitlines()[0]}")
+        model.embed.weight[max(tokenizer.get_vocab().values())]  # every token has an embedding
+    except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
+        die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({type(error).__name__}: {error})")
     tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
     return model.to(device).eval(), tokenizer, checkpoint
