@@ -172,7 +172,7 @@ def difference(a, b):
     return max(float((a[k] - b[k]).norm() / a[k].norm()) if not torch.equal(a[k], b[k]) else 0.0 for k in a)
 
 
-def kill_runs(launcher, folder, kills, seed, worlds=(1,), say=lambda *_: None):
+def kill_runs(launcher, folder, kills, seed, worlds=(1,), say=lambda *_, **__: None):
     """Runs that are killed at random moments, until there were so many kills. Returns counts and the largest difference of
     final weights from those of a run in peace; every checkpoint found after a kill must be whole, and none older."""
     rng, count = random.Random(seed), dict(kills=0, restarts=0, runs=0, lost=0, slowest=0.0, difference=0.0, **dict.fromkeys(
@@ -299,26 +299,35 @@ def make_readers(folder):
     import prepare
     from safetensors.torch import load_file, save, save_file
 
-    small = tiny_settings(n_layer=1, n_embd=8, n_ff=8, n_head=1, data_dir=str(folder / "data/tiny"))
-    tiny, files = folder / "data/tiny", {}
+    # the first 20 documents of data/tiny, prepared
+    tiny, target, files = folder / "data/tiny", folder / "bad", {}
+    shutil.copytree(tiny, target, dirs_exist_ok=True)
+    meta = json.loads((tiny / "meta.json").read_text())
+    for split in ("train", "val"):
+        starts = np.fromfile(tiny / f"{split}.idx", np.uint64)[:21]
+        starts.tofile(target / f"{split}.idx")
+        np.fromfile(tiny / f"{split}.bin", np.uint16)[:int(starts[-1])].tofile(target / f"{split}.bin")
+    meta["files"] = {name: data.fingerprint(target / name) for name in data.FILES}
+    (target / "meta.json").write_text(json.dumps(meta))
     for name in (*data.FILES, "meta.json"):
-        files[name] = (tiny / name).read_bytes()
-    tokenizer = files["tokenizer.json"].decode()
-    sound, _ = data.open_data(str(tiny), 300)
+        files[name] = (target / name).read_bytes()
+    small = tiny_settings(n_layer=1, n_embd=8, n_ff=8, n_head=1, max_steps=2, data_dir=str(tiny))
+    tokenizer, previous = files["tokenizer.json"].decode(), set(files)
+    sound, _ = data.open_data(str(target), 300)
     first = data.train_slot(data.Stream(*sound["train"], small), small, 0, 0)
 
     def prepared(rng):
         """A prepared folder; every other time the hashes in meta.json are right, as whoever made the file wanted."""
-        target = folder / "bad"
-        target.mkdir(exist_ok=True)
         name, meta = rng.choice(list(files)), json.loads(files["meta.json"])
         contents = {**files, name: damaged(files[name], rng)}
         if name == "meta.json" and rng.random() < 0.7:
             contents[name] = json.dumps(altered(meta, rng)).encode("utf-8", "surrogatepass")
         if name == "tokenizer.json" and rng.random() < 0.7:
             contents[name] = json.dumps(altered(json.loads(tokenizer), rng)).encode("utf-8", "surrogatepass")
-        for file in files:
+        for file in previous | {name}:  # what the input before has left, and this one changes
             (target / file).write_bytes(contents[file])
+        previous.clear()
+        previous.update((name, "meta.json"))
         forged = name != "meta.json" and rng.random() < 0.7
         if forged:
             meta["files"][name] = data.fingerprint(target / name)
