@@ -85,14 +85,13 @@ def load_settings(argv, usage):
     for arg in (arg for arg in argv if arg.startswith("--")):
         name, _, value = arg[2:].partition("=")
         with suppress(Exception):  # strings stay as they are, all others are Python literals
-            value = value if isinstance(getattr(s, name, ""), str) else ast.literal_eval(value)
+            value = value if isinstance(getattr(s, name, ""), str) or len(value) > 99 else ast.literal_eval(value)
         changes.append(("command line", name, value))
     for where, name, value in changes:
         if name not in vars(s):
             die(f"{where}: no setting named '{name}'{suggest(name, list(vars(s)))}")
         kind = type(getattr(s, name))  # the type of a default is the type of its setting
-        number = type(value) in (int, float) and abs(value) < 1e300
-        if number and (kind is float or name == "alpha" or kind is int and value % 1 == 0):
+        if type(value) in (int, float) and (kind is float or name == "alpha" or kind is int and value % 1 == 0):
             value = kind(value)  # 1 for 1.0, 1e5 for 100000, 0.5 for "0.5"
         if type(value) is not kind or value == "":
             die(f"{where}: '{name}' is {kind.__name__}, got {value!r}")
