@@ -22,8 +22,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+import warnings
+import zipfile
 
 import numpy as np
 import torch
@@ -430,6 +433,45 @@ def make_readers(folder):
             assert isinstance(d.context, str) and all(isinstance(c, str) and c.strip() for c in d.completions), d
             assert 0 <= d.gold < len(d.completions), d
 
+    record = json.dumps(examples["openbookqa"]).encode() + b"\n"
+
+    def archives(rng):
+        """What prepare.py --tasks downloads, zip or tar: names that lead elsewhere, links, damage."""
+        place, kind = folder / "archives", rng.choice((".zip", ".tar"))
+        shutil.rmtree(place, ignore_errors=True)
+        (place / "tasks").mkdir(parents=True)
+        packed, members = io.BytesIO(), [("x/Main/test.jsonl", tarfile.REGTYPE)] * (rng.random() < 0.8)
+        names = ("../../Main/test.jsonl", "Main/../test.jsonl", f"{place}/Main/test.jsonl", f"{place}/new", "../new",
+                 "Main/test.jsonl/", "Main//test.jsonl", "..", "Main/\0test.jsonl", "Main\\test.jsonl")
+        types = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE
+        members += [(rng.choice(names), rng.choice(types)) for _ in range(rng.randrange(3))]
+        rng.shuffle(members)
+        with zipfile.ZipFile(packed, "w", 8) if kind == ".zip" else tarfile.open(fileobj=packed, mode="w") as archive:
+            for name, what in members:
+                content = record * rng.choice((3, 3, 3, 2, 10 ** 4))
+                if kind == ".zip":
+                    with warnings.catch_warnings(action="ignore"):  # of a name that is there twice
+                        archive.writestr(name, content)
+                else:
+                    member = tarfile.TarInfo(name)
+                    member.type, member.linkname = what, "/etc/passwd"
+                    member.size = len(content) if what == tarfile.REGTYPE else 0
+                    archive.addfile(member, io.BytesIO(content))
+        content = packed.getvalue()
+        (folder / f"archive{kind}").write_bytes(damaged(content, rng) if rng.random() < 0.5 else content)
+        releases, tasks = prepare.RELEASES, evaluation.TASKS
+        prepare.RELEASES = {"openbookqa": {f"file://{folder}/archive{kind}": "Main/test.jsonl"}}
+        evaluation.TASKS = {**tasks, "openbookqa": tasks["openbookqa"]._replace(n=3)}
+        try:
+            prepare.fetch_tasks(place / "tasks")
+            content = (place / "tasks/openbookqa/test.jsonl").read_bytes()
+            assert content == record * 3 or kind == ".tar", "not what is in the archive"  # tar has no checksums of contents
+        finally:
+            prepare.RELEASES, evaluation.TASKS = releases, tasks
+            found = {str(path.relative_to(place)) for path in place.rglob("*")}
+            assert found <= {"tasks", "tasks/openbookqa", "tasks/openbookqa/test.jsonl"}, f"written or left: {found}"
+            assert not (folder / "new").exists() and not os.path.islink(place / "tasks/openbookqa/test.jsonl")
+
     names = list(vars(configurator.Settings()))
     values = ["1", "0", "-1", "1e5", "1e-5", "1e999", "-1e999", "nan", "inf", "True", "None", "", "''", "[]", "1/2", "63/64",
               "1/0", "-1/2", "1e999999999", "1e-999999999", "10**9", "1_000", "0x10", "1j", "9" * 400, "9" * 5000,
@@ -480,7 +522,7 @@ def make_readers(folder):
 
     weights_of_official = random_model(official).state_dict().keys()
     return dict(prepared=prepared, corpora=corpora, checkpoints=checkpoints, tokenizers=tokenizer_files, tasks=tasks,
-                settings=settings, official_models=official_models)
+                archives=archives, settings=settings, official_models=official_models)
 
 
 def fuzz(folder, names, inputs, seed, say=lambda *_, **__: None):

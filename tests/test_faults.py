@@ -190,8 +190,8 @@ def test_the_same_bits_in_two_processes(launcher, folder, corpus):
     assert all(map(torch.equal, a["momentum"], b["momentum"]))
 
 
-@pytest.mark.parametrize("reader", ["prepared", "corpora", "checkpoints", "tokenizers", "tasks", "settings",
-                                    "official_models"])
+@pytest.mark.parametrize("reader", ["prepared", "corpora", "checkpoints", "tokenizers", "tasks", "archives",
+                                    "settings", "official_models"])
 def test_damaged_and_hostile_inputs(reader, folder):
     """150 of each: read rightly or refused in one line; no other exception, no hang, nothing executed."""
     results, refused = soak.fuzz(folder, [reader], 150, seed=0)[reader]
