@@ -53,9 +53,9 @@ FREE_ON_RESUME = {"data_dir", "out_dir", "eval_interval", "save_interval", "log_
 
 def die(message):
     """A user's mistake, or the machine's refusal (disk full): one line, from one process of a host; exit status 1."""
-    speaks = message and not int(os.environ.get("LOCAL_RANK", 0))
-    time.sleep(0 if speaks else 5)  # torchrun ends all processes with the first: let that be the one that speaks
-    sys.exit(f"error: {message}".replace("\n", " ") if speaks else 1)
+    first = message and not int(os.environ.get("LOCAL_RANK", 0))
+    time.sleep(0 if first else 5)  # torchrun ends all processes with the first: let that be the one that speaks
+    sys.exit(f"error: {message}".replace("\n", " ") if first or isinstance(message, OSError) else 1)
 
 def excepthook(kind, error, trace):
     """What the machine refuses or lacks is one line too; any other exception is a bug and shows where it is."""
@@ -84,8 +84,8 @@ def load_settings(argv, usage):
             die(f"{path}: {type(error).__name__}: {error}" if os.path.isfile(path) else missing)
     for arg in (arg for arg in argv if arg.startswith("--")):
         name, _, value = arg[2:].partition("=")
-        with suppress(ValueError, SyntaxError, TypeError):  # strings stay as they are, all others are Python literals
-            value = value if isinstance(getattr(s, name, ""), str) else ast.literal_eval(value)
+        with suppress(Exception):  # strings stay as they are, all others are Python literals
+            value = value if isinstance(getattr(s, name, ""), str) or len(value) > 99 else ast.literal_eval(value)
         changes.append(("command line", name, value))
     for where, name, value in changes:
         if name not in vars(s):
@@ -105,12 +105,14 @@ def check(s):
         if type(value) in (int, float) and not low <= value <= 1e15:
             die(f"'{name}' must be from {low} to 1e15, got {value}")
     alpha, fit = Fraction(-1), max(s.batch_size // s.micro_batch_size, 1) * s.micro_batch_size
-    with suppress(ValueError, ZeroDivisionError):  # auto: 63/64 up to 16 repetitions, then 16 repetitions for AR
-        alpha = min(Fraction(63, 64), Fraction(16, s.repetitions)) if s.alpha == "auto" else Fraction(s.alpha)
+    with suppress(ValueError, ArithmeticError):  # auto: 63/64 up to 16 repetitions, then 16 repetitions for AR
+        alpha = min(Fraction(63, 64), Fraction(16, s.repetitions)) if s.alpha == "auto" else Fraction(
+            s.alpha if "/" in str(s.alpha) else float(s.alpha))  # no Fraction("1e999999999"), which takes forever
     share = alpha.limit_denominator(4096)
     for holds, name, rule in (
             (0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto"),
             (s.n_embd % (2 * s.n_head) == 0, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)"),
+            (s.n_layer <= 1000, "n_layer", "at most 1000"),
             (s.batch_size == fit, "batch_size", f"a multiple of micro_batch_size: {fit} or {fit + s.micro_batch_size}"),
             (2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens {s.eval_tokens}"),
             (s.decay_steps <= s.max_steps, "decay_steps", f"at most max_steps {s.max_steps}"),

@@ -35,7 +35,7 @@ def fingerprint(path, block=2 ** 20, blocks=256):
     return [size, digest.hexdigest()]
 
 def open_data(data_dir, vocab_size):
-    """{split: (tokens, starts)}, memory-mapped, and the content of meta.json, after checking one against the other."""
+    """{split: (tokens, starts)}, memory-mapped, and what meta.json says, after checking one against the other."""
     path = os.path.join(data_dir, "meta.json")
     if not os.path.isfile(path):
         files = "" if data_dir == "data/pydocs" else f" --input FILES --out {data_dir}"
@@ -50,17 +50,22 @@ def open_data(data_dir, vocab_size):
                 die(f"{data_dir}/{name} is not what meta.json describes (truncated, changed): run prepare.py again")
         if meta["vocab_size"] > vocab_size:
             die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        data = {split: [np.memmap(os.path.join(data_dir, split + end), dtype, "r")
+                        for end, dtype in ((".bin", np.uint16), (".idx", np.uint64))] for split in ("train", "val")}
+        for tokens, starts in data.values():
+            if starts[0] != 0 or starts[-1] != len(tokens) or (starts[1:] <= starts[:-1]).any():
+                raise ValueError("documents overlap, or go beyond the end")
+        with open(os.path.join(data_dir, "tokenizer.json"), encoding="utf-8") as f:
+            meta["tokenizer"] = f.read()
+        meta["token_bytes"] = bytes_per_token(meta["tokenizer"])
+        return data, meta
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
-    tokens, starts = ([np.memmap(os.path.join(data_dir, split + end), dtype, "r") for split in ("train", "val")]
-                      for end, dtype in ((".bin", np.uint16), (".idx", np.uint64)))
-    return dict(zip(("train", "val"), zip(tokens, starts))), meta
 
 def bytes_per_token(tokenizer):
-    """(V,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
-    vocab = json.loads(tokenizer)["model"]["vocab"]
-    table = np.zeros(max(vocab.values()) + 1)
-    for token, i in vocab.items():
+    """(65536,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
+    table = np.zeros(2 ** 16)
+    for token, i in json.loads(tokenizer)["model"]["vocab"].items():
         table[i] = len(token) if i >= N_SPECIAL else 0
     return table
 

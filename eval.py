@@ -64,7 +64,7 @@ def read_task(name, folder, limit):
     """The documents of a task, the first `limit` of each file; numbered over all files: a limit renumbers none."""
     task, folder, documents, n = TASKS[name], pathlib.Path(folder, name), [], 0
     paths, again = sorted(folder.glob(task.file)), f"remove {folder} and run: python prepare.py --tasks"
-    labels = (folder / task.labels).read_text(encoding="utf-8").split() if task.labels and paths else []
+    labels = (folder / task.labels).read_text("utf-8", "replace").split() if task.labels and paths else []
     for path in paths:
         subtask, first = path.stem.removesuffix("_test") if task.n_files > 1 else None, n
         try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from configurator import FREE_ON_RESUME, die, load_settings
-from data import Stream, bytes_per_token, open_data, train_slot, val_batches
+from data import Stream, open_data, train_slot, val_batches
 from model import Transformer, choose_device, load_checkpoint
 from muon import Muon
 
@@ -53,9 +53,7 @@ def gather(row):
 # ---- data and run directory ------------------------------------------------------------------------------------------
 
 data, meta = open_data(s.data_dir, s.vocab_size)
-with open(os.path.join(s.data_dir, "tokenizer.json"), encoding="utf-8") as f:
-    tokenizer = f.read()
-stream, token_bytes = Stream(*data["train"], s), bytes_per_token(tokenizer)
+stream, tokenizer, token_bytes = Stream(*data["train"], s), meta["tokenizer"], meta["token_bytes"]
 if len(data["val"][0]) <= s.seq_len:
     die(f"{s.data_dir}/val.bin has {len(data['val'][0]):,} tokens, less than one window of seq_len {s.seq_len:,}")
 
@@ -67,8 +65,8 @@ if s.resume and not has_run:
 if rank == 0:
     os.makedirs(s.out_dir, exist_ok=True)
     lock = open(os.path.join(s.out_dir, ".lock"), "w")  # held until this process ends, however it ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:  # after a restart it may take a while until a host that was lost has let go of it
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if restarted else fcntl.LOCK_NB))
     except BlockingIOError:
         problem = f"another process is training in {s.out_dir}: wait for it, or choose another --out_dir"
     except OSError:
@@ -152,7 +150,7 @@ if resume:
         muon.scatter_momentum(ckpt["momentum"])
         adamw.load_state_dict(ckpt["adamw"])
         step, running, records = ckpt["step"], ckpt["running"], ckpt["records"]
-    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         die(f"the checkpoint in {s.out_dir} is of another model: {error}")
     del ckpt
     say(f"resuming {s.out_dir} at step {step}")

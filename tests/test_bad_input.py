@@ -4,8 +4,10 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -18,12 +20,12 @@ from model import load_checkpoint
 # every case is a process of its own, but they are forks of one that has imported torch already
 FORK = """
 import gc, json, os, resource, runpy, signal, sys
-script = sys.argv[1]
-sys.path.insert(0, os.path.dirname(script))
+root = sys.argv[1]
+sys.path.insert(0, root)
 import data, model, muon, torch._dynamo  # what train.py will ask for
 gc.freeze()
 results = {}
-for name, (folder, argv, limit) in json.load(open(sys.argv[2])).items():
+for name, (folder, script, argv, limit) in json.load(open(sys.argv[2])).items():
     output, end = os.pipe()
     child = os.fork()
     if not child:
@@ -33,8 +35,8 @@ for name, (folder, argv, limit) in json.load(open(sys.argv[2])).items():
         os.dup2(end, 2)
         if limit is not None:  # as if the disk were full
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        sys.argv = [script, *argv]
-        runpy.run_path(script, run_name="__main__")
+        sys.argv = [os.path.join(root, script), *argv]
+        runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()
     os.close(end)
     text = open(output).read()
@@ -88,6 +90,26 @@ def other_data(path, token=None):
     return change
 
 
+def forge(path, edit):
+    """Another file of data/tiny, with the hash that it has then."""
+    def change(folder):
+        file = folder / "data/tiny" / path
+        file.write_bytes(edit(file.read_bytes()))
+        files = json.loads((folder / "data/tiny/meta.json").read_text())["files"]
+        meta(files={**files, path: fingerprint(file)})(folder)
+    return change
+
+
+def compress(folder):
+    """A checkpoint that is small, but could unpack to anything."""
+    unfinished(folder)
+    content = torch.load(folder / "out/run/ckpt.pt", weights_only=True)
+    torch.save(content | {"model": {"x": torch.zeros(10 ** 6)}}, folder / "plain.zip")
+    with zipfile.ZipFile(folder / "plain.zip") as plain, zipfile.ZipFile(folder / "out/run/ckpt.pt", "w", 8) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+
+
 def checkpoint(edit):
     """The run's only checkpoint, edited; its checksums are right."""
     def change(folder):
@@ -117,7 +139,13 @@ def locked(folder):
     fcntl.flock(locked.file, fcntl.LOCK_EX)
 
 
-# ---- the cases: changes to the folder, settings beside those of conftest, what the line says -------------------------
+def more_ids(content):
+    tokenizer = json.loads(content["tokenizer"])
+    tokenizer["model"]["vocab"]["and more"] = 300
+    content["tokenizer"] = json.dumps(tokenizer)
+
+
+# ---- the cases: changes to the folder; settings of train.py beside conftest's, or a command; what the line says ------
 
 RESUME, NEW = dict(resume=True), dict(out_dir="out/new")
 CASES = {
@@ -125,6 +153,10 @@ CASES = {
     "unknown setting": ([], dict(learing_rate=1), "no setting named 'learing_rate', did you mean 'learning_rate'?"),
     "batch not divisible": ([], dict(batch_size=7), "'batch_size' must be a multiple of micro_batch_size: 6 or 8"),
     "alpha above 1": ([], dict(alpha="65/64"), "'alpha' must be a share from 0 to 1"),
+    "alpha too long": ([], dict(alpha="1e999999999"), "'alpha' must be a share from 0 to 1"),
+    "rate too long": ([], dict(learning_rate="1" + "0" * 400), "'learning_rate' is float"),
+    "nested too deeply": ([], dict(seed="-" * 9999 + "1"), "'seed' is int"),
+    "too many layers": ([], dict(n_layer=10 ** 12), "'n_layer' must be at most 1000"),
     "too little to validate": ([], dict(eval_tokens=31), "'seq_len' must be from 2 to eval_tokens 31"),
     # data
     "not prepared": ([], dict(data_dir="data/x"), "make it with: python prepare.py --input FILES --out data/x"),
@@ -141,6 +173,12 @@ CASES = {
     "meta.json a list": ([write("data/tiny/meta.json", "[]")], NEW, "data/tiny is damaged"),
     "meta.json without files": ([meta(files={})], NEW, "data/tiny is damaged"),
     "meta.json of the future": ([meta(version=99)], NEW, "has format 99, this code reads 1: run prepare.py again"),
+    "meta.json nested": ([write("data/tiny/meta.json", "[" * 99999)], NEW, "data/tiny is damaged"),
+    "documents overlap": ([forge("train.idx", lambda b: b[:8] + b[16:24] + b[8:16] + b[24:])], NEW, "documents overlap"),
+    "documents beyond the end": ([forge("val.bin", lambda b: b[:-2])], NEW, "go beyond the end"),
+    "half a token": ([forge("train.bin", lambda b: b[:-1])], NEW, "data/tiny is damaged"),
+    "no tokens": ([forge("train.bin", lambda b: b"")], NEW, "data/tiny is damaged"),
+    "no tokenizer": ([forge("tokenizer.json", lambda b: b"{}")], NEW, "data/tiny is damaged"),
     "vocab too small": ([], NEW | dict(vocab_size=299), "vocab_size 299 is too small"),
     "token id too big": ([other_data("train.bin", token=300)], NEW, "token id 300"),
     "held-out token id too big": ([other_data("val.bin", token=300)], NEW, "token id 300"),
@@ -160,13 +198,51 @@ CASES = {
     "checkpoint flipped": ([unfinished, flip("out/run/ckpt.pt")], RESUME, "no readable checkpoint in out/run"),
     "checkpoint directory flipped": ([unfinished, flip("out/run/ckpt.pt", 0.999)], RESUME, "no readable checkpoint"),
     "not a checkpoint": ([checkpoint(dict.clear)], RESUME, "no readable checkpoint in out/run"),
+    "checkpoint compressed": ([compress], RESUME, "no readable checkpoint in out/run"),
+    "checkpoint with too little momentum": ([checkpoint(lambda c: c["momentum"].pop())], RESUME, "is of another model"),
     "checkpoint of another shape": ([checkpoint(other_shape)], RESUME, "is of another model"),
     "checkpoint without momentum": ([checkpoint(lambda c: c.pop("momentum"))], RESUME, "momentum"),
     "checkpoint of weights alone": ([checkpoint(weights_alone)], RESUME, "checkpoint in out/run"),
     "checkpoint of other code": ([checkpoint(lambda c: c["settings"].update(dropout=0.1))], RESUME, "dropout was 0.1"),
-    # on the way
+    # full
+    "prepare: disk full": ([], dict(command="prepare.py --out data/x", limit=10_000), "File too large"),
     "disk full": ([unfinished], RESUME | dict(limit=100_000), "could not write out/run/ckpt.pt at step 6"),
     "disk full from the start": ([unfinished], RESUME | dict(limit=0), "File too large"),
+    # of other scripts
+    "prepare: no such file": ([], "prepare.py --input none.jsonl --out data/x", "no such file: none.jsonl"),
+    "prepare: no folder named": ([write("a.txt", "a")], "prepare.py --input a.txt", "--out"),
+    "prepare: unknown format": ([write("a.pdf", "a")], "prepare.py --input a.pdf --out data/x", "a.pdf is none of .txt"),
+    "prepare: vocabulary too small": ([], "prepare.py --vocab_size 100", "--vocab_size must be from 272 to 65535"),
+    "prepare: all held out": ([], "prepare.py --val_fraction 1", "--val_fraction"),
+    "prepare: empty": ([write("a.jsonl", "")], "prepare.py --input a.jsonl --out data/x", "none is left to train on"),
+    "prepare: one document": ([write("a.txt", "a")], "prepare.py --input a.txt --out data/x", "none is left to train on"),
+    "prepare: malformed": ([write("a.jsonl", '{"text": 1}\n' * 9)], "prepare.py --input a.jsonl --out x", "9 of 9 documents"),
+    "prepare: not gzip": ([write("a.jsonl.gz", "a")], "prepare.py --input a.jsonl.gz --out data/x", "cannot read a.jsonl.gz"),
+    "prepare: a file in the way": ([write("a.txt", "a")], "prepare.py --input a.txt --out a.txt", "a.txt"),
+    "eval: no checkpoint named": ([], "eval.py", "--ckpt"),
+    "eval: no such checkpoint": ([], "eval.py --ckpt out/none --tasks heldout", "no such checkpoint: out/none"),
+    "eval: no checkpoint there": ([], "eval.py --ckpt data --tasks heldout", "no readable checkpoint in data"),
+    "eval: unknown task": ([], "eval.py --ckpt out/run --tasks arc_eazy", "did you mean 'arc_easy'?"),
+    "eval: unknown mode": ([], "eval.py --ckpt out/run --modes prefixes", "did you mean 'prefix'?"),
+    "eval: no masks": ([], "eval.py --ckpt out/run --pll 0", "--pll"),
+    "eval: no task files": ([], "eval.py --ckpt out/run --tasks piqa", "prepare.py --tasks"),
+    "eval: task damaged": (
+        [write("t/openbookqa/test.jsonl", "{")], "eval.py --ckpt out/run --tasks openbookqa --data t", "record 1"),
+    "eval: other data": ([other_data("val.bin", 99)], "eval.py --ckpt out/run --tasks heldout", "not what this checkpoint"),
+    "sample: no checkpoint": ([], "sample.py --prompt a", "no such checkpoint"),
+    "sample: too long": ([], "sample.py --ckpt out/run --prompt a --length 99", "window of 32"),
+    "sample: nothing to fill": ([], "sample.py --ckpt out/run --mode infill --prompt a", "nothing to fill in"),
+    "sample: not a share": ([], "sample.py --ckpt out/run --prompt a --top_p 2", "--top_p"),
+    "sample: no prompt file": ([], "sample.py --ckpt out/run --prompt_file none.txt", "none.txt"),
+    "sample: not UTF-8": ([write("a.txt", b"\xff")], "sample.py --ckpt out/run --prompt_file a.txt", "UTF-8"),
+    "sample: no tokenizer": ([checkpoint(lambda c: c.pop("tokenizer"))], "sample.py --ckpt out/run --prompt a", "tokenizer"),
+    "sample: unknown ids": ([checkpoint(more_ids)], "sample.py --ckpt out/run --prompt a", "does not fit this code"),
+    "sample: no such layers": (
+        [checkpoint(lambda c: c["settings"].update(n_layer=10 ** 12))], "sample.py --ckpt out/run", "n_layer"),
+    "export: nothing to export": ([], "export.py --out hf", "give --ckpt or --from_official"),
+    "export: already there": ([], "export.py --ckpt out/run --out data", "an --out that does not exist yet"),
+    "export: not a model": ([write("a.bin", "a")], "export.py --from_official a.bin --out hf", "cannot read a.bin"),
+    # on the way
     "not finite": ([], NEW | dict(learning_rate=1e15, save_interval=1), "not finite at step 1"),
 }
 missing = [device for device in ("cuda", "mps") if not getattr(torch, device).is_available()]
@@ -195,15 +271,20 @@ def results(finished, tmp_path_factory):
     """{name: (folder, contents before, exit status, output)} of every case."""
     root, results, jobs = tmp_path_factory.mktemp("cases"), {}, {}
     for name, (changes, settings, _) in CASES.items():
-        folder, settings = root / name.replace(" ", "_"), dict(settings)
+        folder = root / re.sub(r"\W+", "_", name)
+        settings = {"command": settings} if isinstance(settings, str) else dict(settings)
         shutil.copytree(finished, folder)
         for change in changes:
             change(folder)
         limit = settings.pop("limit", None)
-        jobs[name] = str(folder), flags(**{"data_dir": "data/tiny", "out_dir": "out/run", **settings}), limit
+        if "command" in settings:
+            script, *argv = shlex.split(settings["command"])
+        else:
+            script, argv = "train.py", flags(**{"data_dir": "data/tiny", "out_dir": "out/run", **settings})
+        jobs[name] = str(folder), script, argv, limit
         results[name] = folder, contents(folder)
     (root / "jobs.json").write_text(json.dumps(jobs))
-    output = run(sys.executable, "-c", FORK, os.path.join(ROOT, "train.py"), str(root / "jobs.json"), cwd=root)
+    output = run(sys.executable, "-c", FORK, ROOT, str(root / "jobs.json"), cwd=root)
     for name, result in json.loads(output.splitlines()[-1]).items():
         results[name] += tuple(result)
     return results
@@ -217,7 +298,7 @@ def test_bad_input_is_one_line_and_harms_nothing(name, results):
     assert len(errors) == 1 and CASES[name][2] in errors[0], output
     assert "Traceback" not in output, output
     after = contents(folder)
-    assert not [path for path in after if path.suffix == ".tmp"]
+    assert not [path for path in after if ".tmp" in path.name or "unfinished" in str(path.relative_to(folder))]
     for path, content in before.items():
         assert after[path] == content or (path.name == "log.jsonl" and "resuming" in output), f"{path} has changed"
     for path in after.keys() - before.keys():
