@@ -6,7 +6,7 @@ see the same sequences.
 A prepared folder holds train.bin and val.bin (uint16 tokens; every document opens with <s>), train.idx and val.idx
 (uint64: where each document starts, and the end), tokenizer.json and meta.json (counts, sizes, hashes).
 """
-import hashlib, json, os, sys
+import hashlib, json, os, pathlib, sys
 from fractions import Fraction
 
 import numpy as np
@@ -23,8 +23,6 @@ def random(*key):
     """A generator that depends on its key alone."""
     return np.random.default_rng(key)
 
-# ---- a prepared folder -----------------------------------------------------------------------------------------------
-
 def fingerprint(path, block=2 ** 20, blocks=256):
     """[size, hash]: of the whole file up to 256 MiB, of 256 evenly spaced MiB of a larger one, so quick at any size."""
     size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
@@ -36,27 +34,24 @@ def fingerprint(path, block=2 ** 20, blocks=256):
 
 def open_data(data_dir, vocab_size):
     """{split: (tokens, starts)}, memory-mapped, and what meta.json says, after checking one against the other."""
-    path = os.path.join(data_dir, "meta.json")
-    if not os.path.isfile(path):
+    if not os.path.isfile(f"{data_dir}/meta.json"):
         files = "" if data_dir == "data/pydocs" else f" --input FILES --out {data_dir}"
         die(f"no prepared data in {data_dir}; make it with: python prepare.py{files}")
     try:
-        with open(path) as f:
-            meta = json.load(f)
+        meta = json.loads(pathlib.Path(data_dir, "meta.json").read_bytes())
         if meta["version"] != VERSION:
-            die(f"{path} has format {meta['version']}, this code reads {VERSION}: run prepare.py again")
+            die(f"{data_dir} has format {meta['version']}, this code reads {VERSION}: run prepare.py again")
         for name in FILES:
-            if fingerprint(os.path.join(data_dir, name)) != meta["files"][name]:
+            if fingerprint(f"{data_dir}/{name}") != meta["files"][name]:
                 die(f"{data_dir}/{name} is not what meta.json describes (truncated, changed): run prepare.py again")
         if meta["vocab_size"] > vocab_size:
             die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
-        data = {split: [np.memmap(os.path.join(data_dir, split + end), dtype, "r")
-                        for end, dtype in ((".bin", np.uint16), (".idx", np.uint64))] for split in ("train", "val")}
+        kinds = (".bin", np.uint16), (".idx", np.uint64)
+        data = {k: [np.memmap(f"{data_dir}/{k}{end}", dtype, "r") for end, dtype in kinds] for k in ("train", "val")}
         for tokens, starts in data.values():
             if starts[0] != 0 or starts[-1] != len(tokens) or (starts[1:] <= starts[:-1]).any():
                 raise ValueError("documents overlap, or go beyond the end")
-        with open(os.path.join(data_dir, "tokenizer.json"), encoding="utf-8") as f:
-            meta["tokenizer"] = f.read()
+        meta["tokenizer"] = pathlib.Path(data_dir, "tokenizer.json").read_text("utf-8")
         meta["token_bytes"] = bytes_per_token(meta["tokenizer"])
         return data, meta
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
@@ -69,51 +64,40 @@ def bytes_per_token(tokenizer):
         table[i] = len(token) if i >= N_SPECIAL else 0
     return table
 
-# ---- the order of the training windows -------------------------------------------------------------------------------
-
 class Stream:
     """
     The windows of a run. Repetition R means: of the N windows in all, W = ceil(N / R) are unique. A seeded choice of
     documents gives exactly W * T tokens (the last one is cut); every epoch permutes the documents anew, packs them into
     one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>, and cuts it into W windows, read in shuffled order.
     """
-
     def __init__(self, tokens, starts, s):
         T, N = s.seq_len, s.max_steps * s.batch_size
-        self.tokens, self.T, self.W, self.seed = tokens, T, -(-N // s.repetitions), s.seed
-        if len(tokens) < T:
-            die(f"the corpus has {len(tokens):,} tokens, less than one window of seq_len {T:,}")
+        self.tokens, self.T, self.W, self.seed, self.epoch = tokens, T, -(-N // s.repetitions), s.seed, None
         if len(tokens) < self.W * T:
-            die(f"corpus has {len(tokens):,} tokens, this run needs {self.W * T:,}: "
-                f"raise repetitions to at least {-(-N // (len(tokens) // T))}")
+            has = len(tokens) // T  # windows
+            advice = f"raise repetitions to at least {-(-N // has)}" if has else f"less than one window of seq_len {T:,}"
+            die(f"corpus has {len(tokens):,} tokens, this run needs {self.W * T:,}: {advice}")
         order = random(s.seed, SUBSET).permutation(len(starts) - 1)
         ends = np.cumsum((starts[1:] - starts[:-1]).astype(np.int64)[order])
         n = np.searchsorted(ends, self.W * T) + 1
         self.first = starts[order[:n]].astype(np.int64)  # where the chosen documents begin in the file
         self.length = np.diff(ends[:n - 1], prepend=0, append=self.W * T)
-        self.epoch = -1
 
     def start_epoch(self, epoch):
-        generator = random(self.seed, EPOCH, epoch)
+        self.epoch, generator = epoch, random(self.seed, EPOCH, epoch)
         documents = generator.permutation(len(self.first))
-        self.begin = self.first[documents]
-        self.bounds = np.concatenate(([0], np.cumsum(self.length[documents])))  # d is [bounds[d], bounds[d + 1])
+        self.bounds = np.append(0, np.cumsum(self.length[documents]))  # where each begins in the stream, and the end
+        self.offset = self.first[np.append(documents, 0)] - self.bounds  # at the end <s>, as any document opens
         self.shuffled = generator.permutation(self.W)
-        self.epoch = epoch
 
     def window(self, index):
         """(T + 1,) tokens: the T inputs and, shifted by one, the T targets of global sequence `index`."""
         epoch, i = divmod(index, self.W)
         if epoch != self.epoch:
             self.start_epoch(epoch)
-        a, b = self.shuffled[i] * self.T, self.shuffled[i] * self.T + self.T + 1
-        low, high = np.searchsorted(self.bounds, (a, b - 1), side="right")
-        x = np.full(self.T + 1, BOS, dtype=np.int64)  # what no document fills is the <s> that closes the stream
-        for d in range(low - 1, min(high, len(self.begin))):
-            start, end = max(a, self.bounds[d]), min(b, self.bounds[d + 1])
-            offset = self.begin[d] - self.bounds[d]
-            x[start - a:end - a] = self.tokens[start + offset:end + offset]
-        return x
+        places = self.shuffled[i] * self.T + np.arange(self.T + 1)
+        documents = np.searchsorted(self.bounds, places, side="right") - 1
+        return self.tokens[places + self.offset[documents]].astype(np.int64)
 
 # ---- the two objectives: inputs and weights of a window; the targets of both are x0[1:], the project's one shift -----
 
@@ -123,8 +107,7 @@ def is_ar(slot, alpha):
 
 def ar_example(x0):
     """Eq. (2), per token: clean inputs, the mean over all T targets, a document's closing <s> included."""
-    T = len(x0) - 1
-    return x0[:-1], np.full(T, 1 / T)
+    return x0[:-1], np.full(len(x0) - 1, 1 / (len(x0) - 1))
 
 def md_example(x0, u, generator):
     """
@@ -154,12 +137,10 @@ def train_slot(stream, s, step, slot):
     ar = is_ar(step * S + np.arange(S), Fraction(s.alpha))
     windows = [stream.window(i) for i in range(first, first + B)]
     if ar[slot]:
-        examples = [ar_example(x0) for x0 in windows]
-    else:
-        # one jittered grid over [0, 1) for all MD sequences of the step, dealt out by a permutation
-        n, before = B * np.count_nonzero(~ar), B * np.count_nonzero(~ar[:slot])
-        generator = random(s.seed, COUNTS, step)
-        u = ((generator.permutation(n) + generator.random()) / n)[before:before + B]
+        examples = map(ar_example, windows)
+    else:  # one jittered grid over [0, 1) for all MD sequences of the step, dealt out by a permutation
+        generator, n = random(s.seed, COUNTS, step), B * np.count_nonzero(~ar)
+        u = ((generator.permutation(n) + generator.random()) / n).reshape(-1, B)[np.count_nonzero(~ar[:slot])]
         examples = [md_example(x0, u[i], random(s.seed, MASKS, first + i)) for i, x0 in enumerate(windows)]
     x, y, w, prefix = collate(windows, examples, 0 if ar[slot] else s.seq_len, s.vocab_size)
     return x, y, w / np.float32(B), prefix, bool(ar[slot])
