@@ -100,24 +100,22 @@ def load_settings(argv, usage):
 
 def check(s):
     """Refuse settings that cannot work; write alpha as a fraction in lowest terms."""
+    def ensure(holds, name, rule):
+        if not holds:
+            die(f"'{name}' must be {rule}; got {getattr(s, name)}")
     for name, value in vars(s).items():
         low = 0 if type(value) is float or name.endswith("_interval") or name in ("seed", "decay_steps") else 1
-        if type(value) in (int, float) and not low <= value <= 1e15:
-            die(f"'{name}' must be from {low} to 1e15, got {value}")
+        ensure(type(value) not in (int, float) or low <= value <= 1e15, name, f"from {low} to 1e15")
     alpha, fit = Fraction(-1), max(s.batch_size // s.micro_batch_size, 1) * s.micro_batch_size
     with suppress(ValueError, ArithmeticError):  # auto: 63/64 up to 16 repetitions, then 16 repetitions for AR
         alpha = min(Fraction(63, 64), Fraction(16, s.repetitions)) if s.alpha == "auto" else Fraction(
             s.alpha if "/" in str(s.alpha) else float(s.alpha))  # no Fraction("1e999999999"), which takes forever
-    share = alpha.limit_denominator(4096)
-    for holds, name, rule in (
-            (0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto"),
-            (s.n_embd % (2 * s.n_head) == 0, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)"),
-            (s.n_layer <= 1000, "n_layer", "at most 1000"),
-            (s.batch_size == fit, "batch_size", f"a multiple of micro_batch_size: {fit} or {fit + s.micro_batch_size}"),
-            (2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens {s.eval_tokens}"),
-            (s.decay_steps <= s.max_steps, "decay_steps", f"at most max_steps {s.max_steps}"),
-            (s.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")):
-        if not holds:
-            die(f"'{name}' must be {rule}; got {getattr(s, name)}")
-    s.alpha = str(share)
+    ensure(0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto")
+    ensure(s.n_embd % (2 * s.n_head) == 0, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
+    ensure(s.n_layer <= 1000, "n_layer", "at most 1000")
+    ensure(s.batch_size == fit, "batch_size", f"a multiple of micro_batch_size: {fit} or {fit + s.micro_batch_size}")
+    ensure(2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens {s.eval_tokens}")
+    ensure(s.decay_steps <= s.max_steps, "decay_steps", f"at most max_steps {s.max_steps}")
+    ensure(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")
+    s.alpha = str(alpha.limit_denominator(4096))
     return s

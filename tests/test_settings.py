@@ -141,7 +141,7 @@ def test_a_file_may_import_compute_and_define(config):
     ("learning_rate = None", "config/mine.py: 'learning_rate' is float, got None"),
     ("alpha = [1, 2]", "config/mine.py: 'alpha' is str, got [1, 2]"),
     ("data_dir = 5", "config/mine.py: 'data_dir' is str, got 5"),
-    ("learning_rate = float('nan')", "'learning_rate' must be from 0 to 1e15, got nan"),
+    ("learning_rate = float('nan')", "'learning_rate' must be from 0 to 1e15; got nan"),
     ("n_layer = ", "config/mine.py: SyntaxError: "),
     ("n_layer = 1 / 0", "config/mine.py: ZeroDivisionError: division by zero"),
     ("raise ValueError('two\\nlines')", "config/mine.py: ValueError: two lines"),
