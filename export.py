@@ -16,10 +16,9 @@ from model import Transformer, load_model
 NAMES = {  # of a layer: here, in a Llama of transformers, in a released model
     "embed": ("model.embed_tokens", "embedding.word_embedding"), "norm": ("model.norm", "classifier.pre_norm"),
     "projection": ("", "classifier.projection"), "head": ("lm_head", "classifier.emb2vocab"),
-    "attention_norm": ("input_layernorm", "attention.pre_norm"),
-    "ff_norm": ("post_attention_layernorm", "mlp.pre_norm"), "o": ("self_attn.o_proj", "attention.out_proj"),
-    "down": ("mlp.down_proj", "mlp.down_proj"), "gate": ("mlp.gate_proj", "mlp.up_proj.weights.1"),
-    "up": ("mlp.up_proj", "mlp.up_proj.weights.0"),
+    "attention_norm": ("input_layernorm", "attention.pre_norm"), "o": ("self_attn.o_proj", "attention.out_proj"),
+    "ff_norm": ("post_attention_layernorm", "mlp.pre_norm"), "down": ("mlp.down_proj", "mlp.down_proj"),
+    "gate": ("mlp.gate_proj", "mlp.up_proj.weights.1"), "up": ("mlp.up_proj", "mlp.up_proj.weights.0"),
     **{x: (f"self_attn.{x}_proj", f"attention.qkv_proj.weights.{i}") for i, x in enumerate("qkv")}}
 
 def rename(name, official):
@@ -34,21 +33,19 @@ def to_llama(ckpt, out):
     s, step = checkpoint["settings"], checkpoint["step"]
     if s.extra_head:
         die(f"{ckpt} has the head of the released models, which a Llama has not")
-    out.mkdir(parents=True)
     save_file({rename(k, 0): p for k, p in model.state_dict().items()}, out / "model.safetensors", {"format": "pt"})
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", BOS)])
     tokenizer.save(str(out / "tokenizer.json"))
     ids = dict(bos_token_id=BOS, eos_token_id=BOS, pad_token_id=tokenizer.token_to_id("<pad>"))
-    for name, content in dict(
-            config=dict(ids, architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="float32",
-                        vocab_size=s.vocab_size, hidden_size=s.n_embd, intermediate_size=s.n_ff,
-                        num_hidden_layers=s.n_layer, num_attention_heads=s.n_head, tie_word_embeddings=False,
-                        rms_norm_eps=s.norm_eps, rope_theta=s.rope_theta, max_position_embeddings=s.seq_len),
-            generation_config=dict(ids, suppress_tokens=[i for i in range(N_SPECIAL) if i != BOS]),
-            tokenizer_config=dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<s>",
-                                  pad_token="<pad>", mask_token="<mask>", split_special_tokens=True,
-                                  clean_up_tokenization_spaces=False, model_max_length=s.seq_len,
-                                  model_input_names=["input_ids", "attention_mask"])).items():
+    llama = dict(ids, architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="float32",
+                 vocab_size=s.vocab_size, hidden_size=s.n_embd, intermediate_size=s.n_ff, num_hidden_layers=s.n_layer,
+                 num_attention_heads=s.n_head, tie_word_embeddings=False, rms_norm_eps=s.norm_eps,
+                 rope_theta=s.rope_theta, max_position_embeddings=s.seq_len)
+    generation = dict(ids, suppress_tokens=[i for i in range(N_SPECIAL) if i != BOS])
+    text = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<s>", pad_token="<pad>",
+                mask_token="<mask>", split_special_tokens=True, clean_up_tokenization_spaces=False,
+                model_max_length=s.seq_len, model_input_names=["input_ids", "attention_mask"])
+    for name, content in (("config", llama), ("generation_config", generation), ("tokenizer_config", text)):
         (out / f"{name}.json").write_text(json.dumps(content, indent=1))
     losses = ["Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n".format(**record)
               for record in checkpoint.get("records", []) if "val_ar" in record]
@@ -59,23 +56,17 @@ def to_llama(ckpt, out):
         + "".join(losses[-1:]) + "A text begins with `<s>`, which the tokenizer adds, and ends with it.\n")
 
 def from_official(file, out):
-    """A checkpoint from a state dict of the paper's training code: every tensor must be known and have its shape."""
-    try:  # neither reader executes what is in the file
-        state = load_file(file) if file.endswith(".safetensors") else torch.load(file, "cpu", weights_only=True)
-        found = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): (name, p.shape) for name, p in state.items()}
-        tokenizer = tokenizers.Tokenizer.from_file(os.path.join(os.path.dirname(file), "tokenizer.json"))
-    except Exception as error:  # each library has its own
-        die(f"cannot read {file} and the tokenizer.json next to it: {error}")
+    """A checkpoint from a state dict of the paper's training code; neither of its readers executes what is in it."""
+    state = load_file(file) if file.endswith(".safetensors") else torch.load(file, "cpu", weights_only=True)
+    tokenizer = tokenizers.Tokenizer.from_str(pathlib.Path(file).with_name("tokenizer.json").read_text("utf-8"))
     s = Settings(extra_head=True, ar_weight=2.0)
     with torch.device("meta"):
-        expected = {name: (rename(name, 1), p.shape) for name, p in Transformer(s).state_dict().items()}
-    used = {name: found[k][0] for name, (k, shape) in expected.items() if k in found and found[k][1] == shape}
-    wrong = [k for name, (k, _) in expected.items() if name not in used] + sorted(set(state) - set(used.values()))
-    wrong += [token for token, i in (("<s>", BOS), ("<mask>", MASK)) if tokenizer.token_to_id(token) != i]
-    if wrong:
-        die(f"{file} with its tokenizer is no released model; missing, unknown or different: {', '.join(wrong[:4])}")
-    out.mkdir(parents=True)
-    weights = {name: state[theirs].float() for name, theirs in used.items()}
+        model = Transformer(s)
+    ours = {rename(name, 1): name for name in model.state_dict()}
+    weights = {ours.get(re.sub(r"^((_orig_mod|module|model)\.)+", "", k), k): p.float() for k, p in state.items()}
+    model.load_state_dict(weights, assign=True)  # refuses what is missing, unknown or of another shape
+    if len(weights) < len(state) or [tokenizer.token_to_id(token) for token in ("<s>", "<mask>")] != [BOS, MASK]:
+        die(f"{file} has a tensor twice, or the tokenizer.json next to it has not <s> as {BOS} and <mask> as {MASK}")
     checkpoint = {"model": weights, "settings": vars(s), "step": s.max_steps, "tokenizer": tokenizer.to_str()}
     torch.save(checkpoint, out / "ckpt.pt")
 
@@ -87,15 +78,15 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if bool(args.ckpt) == bool(args.from_official) or not args.out or os.path.exists(args.out):
         die("give --ckpt or --from_official, and an --out that does not exist yet")
-    from safetensors import SafetensorError  # optional: missing, it is named by configurator's excepthook
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file, save_file  # optional: missing, it is named by configurator's excepthook
     temporary = pathlib.Path(args.out.rstrip("/") + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
     try:
+        temporary.mkdir(parents=True)
         to_llama(args.ckpt, temporary) if args.ckpt else from_official(args.from_official, temporary)
         temporary.rename(args.out)
-    except (SafetensorError, RuntimeError) as error:  # a full disk, for one
-        die(f"cannot write {args.out}: {error}")
+    except Exception as error:  # a damaged file, a full disk: each library has its own
+        die(f"cannot export {args.ckpt or args.from_official} to {args.out}: {type(error).__name__}: {error}"[:500])
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"wrote {args.out}")
