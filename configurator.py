@@ -2,12 +2,10 @@
 Every setting of a run: defaults (the paper's 470M model), changed by config files, then by --key=value. A config file
 is plain Python (it is executed: run only files you trust) whose public int, float, bool and str names are settings.
 """
-import ast, difflib, glob, inspect, os, runpy, sys, time
-from contextlib import suppress
-from dataclasses import dataclass
+import ast, contextlib, dataclasses, difflib, glob, inspect, os, runpy, sys, time
 from fractions import Fraction
 
-@dataclass
+@dataclasses.dataclass
 class Settings:
     # model: a plain Llama; these defaults are the paper's 467.6M parameters
     n_layer: int = 24             # transformer blocks
@@ -82,15 +80,14 @@ def load_settings(argv, usage):
         except (Exception, SystemExit) as error:
             missing = f"no config file '{path}'{suggest(path, sorted(glob.glob('config/*.py')))}"
             die(f"{path}: {type(error).__name__}: {error}" if os.path.isfile(path) else missing)
-    for arg in (arg for arg in argv if arg.startswith("--")):
-        name, _, value = arg[2:].partition("=")
-        with suppress(Exception):  # strings stay as they are, all others are Python literals
-            value = value if isinstance(getattr(s, name, ""), str) or len(value) > 99 else ast.literal_eval(value)
-        changes.append(("command line", name, value))
+    changes += [("command line", *arg[2:].partition("=")[::2]) for arg in argv if arg.startswith("--")]
     for where, name, value in changes:
         if name not in vars(s):
             die(f"{where}: no setting named '{name}'{suggest(name, list(vars(s)))}")
         kind = type(getattr(s, name))  # the type of a default is the type of its setting
+        if where == "command line" and kind is not str and len(value) < 100:
+            with contextlib.suppress(Exception):  # what is no Python literal stays a string, and is refused
+                value = ast.literal_eval(value)
         if type(value) in (int, float) and (kind is float or name == "alpha" or kind is int and value % 1 == 0):
             value = kind(value)  # 1 for 1.0, 1e5 for 100000, 0.5 for "0.5"
         if type(value) is not kind or value == "":
@@ -106,10 +103,10 @@ def check(s):
     for name, value in vars(s).items():
         low = 0 if type(value) is float or name.endswith("_interval") or name in ("seed", "decay_steps") else 1
         ensure(type(value) not in (int, float) or low <= value <= 1e15, name, f"from {low} to 1e15")
+    auto = min(Fraction(63, 64), Fraction(16, s.repetitions))  # 63/64 up to 16 repetitions, then 16 repetitions for AR
     alpha, fit = Fraction(-1), max(s.batch_size // s.micro_batch_size, 1) * s.micro_batch_size
-    with suppress(ValueError, ArithmeticError):  # auto: 63/64 up to 16 repetitions, then 16 repetitions for AR
-        alpha = min(Fraction(63, 64), Fraction(16, s.repetitions)) if s.alpha == "auto" else Fraction(
-            s.alpha if "/" in str(s.alpha) else float(s.alpha))  # no Fraction("1e999999999"), which takes forever
+    with contextlib.suppress(ValueError, ArithmeticError):  # no Fraction("1e999999999"), which takes forever
+        alpha = auto if s.alpha == "auto" else Fraction(s.alpha if "/" in str(s.alpha) else float(s.alpha))
     ensure(0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto")
     ensure(s.n_embd % (2 * s.n_head) == 0, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
     ensure(s.n_layer <= 1000, "n_layer", "at most 1000")

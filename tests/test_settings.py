@@ -236,7 +236,7 @@ def test_alpha_auto_is_the_papers_advice(R, alpha):
     assert load(f"--repetitions={R}").alpha == load("--alpha=auto", f"--repetitions={R}").alpha == alpha
 
 
-@pytest.mark.parametrize("alpha", ["-0.1", "1.01", "65/64", "2", "nan", "inf", "1/0", "half", "1/2/3", "Auto", "True"])
+@pytest.mark.parametrize("alpha", ["-0.1", "1.01", "65/64", "2", "nan", "inf", "1/0", "half", "1/2/3", "Auto", "True", "1e999999999", "-1e999999999"])
 def test_alpha_outside_0_to_1_is_refused(alpha, capsys):
     assert "'alpha' must be a share from 0 to 1" in refused(capsys, f"--alpha={alpha}")
 
