@@ -50,10 +50,9 @@ def to_llama(ckpt, out):
     losses = ["Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n".format(**record)
               for record in checkpoint.get("records", []) if "val_ar" in record]
     (out / "README.md").write_text(
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\nA plain Llama, trained by nanodual on "
-        f"autoregression (AR) and masked diffusion (MD): share of AR alpha = {s.alpha}, R = {s.repetitions} "
-        f"repetitions, {step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n"
-        + "".join(losses[-1:]) + "A text begins with `<s>`, which the tokenizer adds, and ends with it.\n")
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\nA Llama, trained by nanodual on autoregression "
+        f"(AR) and masked diffusion (MD): alpha = {s.alpha} (share of AR), R = {s.repetitions} repetitions, "
+        f"{step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n" + "".join(losses[-1:]))
 
 def from_official(file, out):
     """A checkpoint from a state dict of the paper's training code; neither of its readers executes what is in it."""
@@ -67,14 +66,14 @@ def from_official(file, out):
     model.load_state_dict(weights, assign=True)  # refuses what is missing, unknown or of another shape
     if len(weights) < len(state) or [tokenizer.token_to_id(token) for token in ("<s>", "<mask>")] != [BOS, MASK]:
         die(f"{file} has a tensor twice, or the tokenizer.json next to it has not <s> as {BOS} and <mask> as {MASK}")
-    checkpoint = {"model": weights, "settings": vars(s), "step": s.max_steps, "tokenizer": tokenizer.to_str()}
-    torch.save(checkpoint, out / "ckpt.pt")
+    torch.save({"model": weights, "settings": vars(s), "step": s.max_steps, "tokenizer": tokenizer.to_str()},
+               out / "ckpt.pt")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, text in (("ckpt", "checkpoint file or run directory"), ("out", "folder to make"),
-                       ("from_official", "state dict of a released model: .safetensors, or of torch.save")):
-        parser.add_argument("--" + flag, default="", help=text)
+    parser.add_argument("--ckpt", help="checkpoint file or run directory")
+    parser.add_argument("--from_official", help="state dict of a released model: .safetensors, or of torch.save")
+    parser.add_argument("--out", help="folder to make")
     args = parser.parse_args()
     if bool(args.ckpt) == bool(args.from_official) or not args.out or os.path.exists(args.out):
         die("give --ckpt or --from_official, and an --out that does not exist yet")
