@@ -74,8 +74,8 @@ class Stream:
         T, N = s.seq_len, s.max_steps * s.batch_size
         self.tokens, self.T, self.W, self.seed, self.epoch = tokens, T, -(-N // s.repetitions), s.seed, None
         if len(tokens) < self.W * T:
-            has = len(tokens) // T  # windows
-            advice = f"raise repetitions to at least {-(-N // has)}" if has else f"less than one window of seq_len {T:,}"
+            n = len(tokens) // T  # windows
+            advice = f"raise repetitions to at least {-(-N // n)}" if n else f"less than one window of seq_len {T:,}"
             die(f"corpus has {len(tokens):,} tokens, this run needs {self.W * T:,}: {advice}")
         order = random(s.seed, SUBSET).permutation(len(starts) - 1)
         ends = np.cumsum((starts[1:] - starts[:-1]).astype(np.int64)[order])

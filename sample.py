@@ -54,8 +54,8 @@ def extend(model, rows, g, s):
     (B, S), H, start, ended = x.shape, model.blocks[0].n_head, 0, torch.zeros(len(rows), dtype=torch.bool)
     cache = torch.empty(len(model.blocks), 2, B, H, S, model.head_width, dtype=model.dtype, device=mask.device)
     for end in range(S - s.length, S):
-        new = x[:, start:end].to(mask.device)
-        h = model.hidden(new, mask[:, :, start:end, :end], positions[:, start:end], list(cache))
+        new = slice(start, end)
+        h = model.hidden(x[:, new].to(mask.device), mask[:, :, new, :end], positions[:, new], list(cache))
         logits = model.head(h[:, -1]).float()
         logits[:, :BOS] = logits[:, BOS + 1:N_SPECIAL] = -torch.inf
         x[:, end] = draw(logits, g, s).masked_fill(ended, BOS)
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     rows, T, causal = [], checkpoint["settings"].seq_len, s.mode in ("ar", "prefix")
     try:
         for prompt in s.prompt or [open(s.prompt_file or 0, encoding="utf-8").read().removesuffix("\n")]:
-            pieces = re.split(r"<mask(?::(\d{1,9}))?>", prompt) if s.mode == "infill" else [prompt, s.length][:2 - causal]
+            pieces = re.split(r"<mask:?(\d{,9})>", prompt) if s.mode == "infill" else [prompt, s.length][:2 - causal]
             rows.append([BOS])
             for i, piece in enumerate(pieces):  # text and the number of masks after it alternate
                 rows[-1] += ([MASK] * min(int(piece or 1), 10 ** 6) if i % 2
