@@ -22,13 +22,11 @@ def draw(logits, g, s):
     """(N, V) logits -> (N,) tokens, in fp64, because noise in fp32 cuts off the tail."""
     if s.temperature == 0:
         return logits.argmax(-1).cpu()
-    logits = (logits.double() - logits.amax(-1, keepdim=True)) / s.temperature
-    if s.top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(s.top_k, logits.shape[-1])).values[:, -1:], -torch.inf)
-    p = logits.softmax(-1)
-    if s.top_p < 1:  # the fewest tokens whose probabilities reach top_p
-        high, order = p.sort(descending=True)
-        p = p.scatter(-1, order, high.masked_fill(high.cumsum(-1) - high >= s.top_p, 0))
+    p = ((logits.double() - logits.amax(-1, keepdim=True)) / s.temperature).softmax(-1)
+    if s.top_k or s.top_p < 1:  # of the top_k likeliest tokens the fewest that make up a share top_p of them
+        high, order = p.topk(min(s.top_k or p.shape[-1], p.shape[-1]))
+        high = high.masked_fill(high.cumsum(-1) - high >= s.top_p * high.sum(-1, keepdim=True), 0)
+        p = torch.zeros_like(p).scatter(-1, order, high)
     return torch.multinomial(p, 1, generator=g)[:, 0].cpu()
 
 def prepare(model):
