@@ -50,8 +50,8 @@ def to_llama(ckpt, out):
     losses = ["Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n".format(**record)
               for record in checkpoint.get("records", []) if "val_ar" in record]
     (out / "README.md").write_text(
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\nA Llama, trained by nanodual on autoregression "
-        f"(AR) and masked diffusion (MD): alpha = {s.alpha} (share of AR), R = {s.repetitions} repetitions, "
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\nA Llama, trained by nanodual on "
+        f"autoregression (AR) and masked diffusion (MD): AR share alpha = {s.alpha}, R = {s.repetitions} repetitions, "
         f"{step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n" + "".join(losses[-1:]))
 
 def from_official(file, out):

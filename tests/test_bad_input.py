@@ -241,7 +241,7 @@ CASES = {
         [checkpoint(lambda c: c["settings"].update(n_layer=10 ** 12))], "sample.py --ckpt out/run", "n_layer"),
     "export: nothing to export": ([], "export.py --out hf", "give --ckpt or --from_official"),
     "export: already there": ([], "export.py --ckpt out/run --out data", "an --out that does not exist yet"),
-    "export: not a model": ([write("a.bin", "a")], "export.py --from_official a.bin --out hf", "cannot read a.bin"),
+    "export: not a model": ([write("a.bin", "a")], "export.py --from_official a.bin --out hf", "cannot export a.bin"),
     # on the way
     "not finite": ([], NEW | dict(learning_rate=1e15, save_interval=1), "not finite at step 1"),
 }
