@@ -4,7 +4,6 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a byt
     python prepare.py                                                # Python's own documentation -> data/pydocs
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
     python prepare.py --tasks                                        # the nine sets that eval.py reads -> data/tasks
-    zstdcat x.jsonl.zst | python prepare.py --input - --out data/x   # JSON lines on standard input
 
 Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
 They are streamed, once for each of three passes: memory grows by some 50 bytes per document, not with the text.
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
 from configurator import die
@@ -47,28 +47,22 @@ def embedded_corpus():
         die(f"this Python has no documentation in {root} (a minimal installation?): give your own text with --input")
     return [json.dumps({"text": text}).encode() + b"\n" for text in texts if text]
 
-def read_file(path):
-    """The documents as they stand in a file: a line of JSON as bytes, a piece of a .txt as str."""
-    if path.endswith(".txt"):
-        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            while piece := file.read(2 ** 16):  # and on to the next blank line, if there is one soon
-                yield piece + "".join(takewhile(str.strip, islice(iter(lambda: file.readline(2 ** 10), ""), 64)))
-        return
-    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-        if path.endswith(".zst"):
-            import zstandard
-            unpacker = zstandard.ZstdDecompressor(max_window_size=2 ** 31)
-            file = io.BufferedReader(unpacker.stream_reader(file, read_across_frames=True))
-        for line in iter(lambda: file.readline(2 ** 28), b""):
-            if len(line) == 2 ** 28:
-                raise ValueError("it has a line without end")
-            if line.strip():
-                yield line
-
 def read(paths):
+    """The documents as they stand in the files: a line of JSON as bytes, a piece of a .txt as str."""
     for path in paths:
         try:
-            yield from read_file(path)
+            with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+                if path.endswith(".zst"):
+                    import zstandard
+                    unpacker = zstandard.ZstdDecompressor(max_window_size=2 ** 31)
+                    file = io.BufferedReader(unpacker.stream_reader(file, read_across_frames=True))
+                if path.endswith(".txt"):
+                    file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
+                    while piece := file.read(2 ** 16):  # and on to the next blank line, if there is one soon
+                        lines = islice(iter(lambda: file.readline(2 ** 10), ""), 64)
+                        yield piece + "".join(takewhile(str.strip, lines))
+                else:  # a line without end comes in pieces too, and all of them are malformed
+                    yield from filter(bytes.strip, iter(lambda: file.readline(2 ** 28), b""))
         except Exception as error:  # every format has its own kind
             die(f"cannot read {path}: {error}" + isinstance(error, ImportError) * "; pip install zstandard")
 
@@ -103,7 +97,7 @@ def encoder(bpe, run=2 ** 13):
     """text -> tokens: those of `tokenizers`, by tiktoken, which is several times as fast."""
     # byte-level BPE spells a byte as a character: itself where that is visible, else the next one from 256 on
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*visible}))}
+    byte = dict(zip(sorted(ByteLevel.alphabet()), visible + sorted({*range(256)} - {*visible})))
     ranks = {bytes(byte[c] for c in token): i for token, i in bpe.get_vocab().items() if i >= N_SPECIAL}
     # tiktoken without any special token would look for the empty string, at every character: half as fast
     coder = tiktoken.Encoding("nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<unk>": 0})
@@ -133,11 +127,11 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     def texts(size):  # in bytes
         n = 1 + np.searchsorted(np.cumsum(np.where(train, sizes, 0)), size)
         return map(parse, compress(tqdm(read(paths), "BPE", n, disable=None), train[:n]))
-    bpe, byte_level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
-    bpe.pre_tokenizer, bpe.decoder = byte_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
     bpe.encode_special_tokens = True  # a literal <mask> in a text is text
     bpe.train_from_iterator(texts(2 ** 28), tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=byte_level.alphabet(), show_progress=False))
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=ByteLevel.alphabet(), show_progress=False))
     (out / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
     encode = encoder(bpe)
     for text in texts(2 ** 19):
@@ -165,14 +159,15 @@ def prepare(paths, source, out, vocab_size, val_fraction):
 
 # ---- the evaluation sets ---------------------------------------------------------------------------------------------
 
+AI2 = "https://ai2-public-datasets.s3.amazonaws.com"
 RELEASES = {  # task: the files that are wanted, and the official files or archives that have them
-    "arc_easy": ("ARC-Easy-Test.jsonl", "https://ai2-public-datasets.s3.amazonaws.com/arc/ARC-V1-Feb2018.zip"),
-    "arc_challenge": ("ARC-Challenge-Test.jsonl", "https://ai2-public-datasets.s3.amazonaws.com/arc/ARC-V1-Feb2018.zip"),
+    "arc_easy": ("ARC-Easy-Test.jsonl", f"{AI2}/arc/ARC-V1-Feb2018.zip"),
+    "arc_challenge": ("ARC-Challenge-Test.jsonl", f"{AI2}/arc/ARC-V1-Feb2018.zip"),
     "blimp": ("[a-z]*.jsonl", "https://raw.githubusercontent.com/alexwarstadt/blimp/master/BLiMP.zip"),
     "commonsenseqa": ("*.jsonl", "https://s3.amazonaws.com/commensenseqa/dev_rand_split.jsonl"),
     "hellaswag": ("*.jsonl", "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"),
     "mmlu": ("test/*_test.csv", "https://people.eecs.berkeley.edu/~hendrycks/data.tar"),
-    "openbookqa": ("Main/test.jsonl", "https://ai2-public-datasets.s3.amazonaws.com/open-book-qa/OpenBookQA-V1-Sep2018.zip"),
+    "openbookqa": ("Main/test.jsonl", f"{AI2}/open-book-qa/OpenBookQA-V1-Sep2018.zip"),
     "piqa": ("valid*", *(f"https://yonatanbisk.com/piqa/data/valid{end}" for end in (".jsonl", "-labels.lst"))),
     "socialiqa": ("dev[.-]*", "https://storage.googleapis.com/ai2-mosaic/public/socialiqa/socialiqa-train-dev.zip")}
 
@@ -192,14 +187,13 @@ def fetch_tasks(out):
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         for task in (task for task in RELEASES if not (out / task).exists()):
             wanted, *urls = RELEASES[task]
-            (new := Path(folder, task)).mkdir()
-            for url in urls:
-                path = Path(folder, os.path.basename(url))
+            os.mkdir(new := Path(folder, task))
+            for url, path in ((url, Path(folder, os.path.basename(url))) for url in urls):
                 try:
                     if not path.exists():  # ARC is one archive for two tasks
                         with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
                             chunks = iter(lambda: answer.read(2 ** 20), b"")
-                            file.writelines(tqdm(chunks, path.name, (answer.length or 0) >> 20, unit="MiB", disable=None))
+                            file.writelines(tqdm(chunks, path.name, unit="MiB", disable=None))
                     for name, file in members(path):
                         if Path(name).match(wanted):
                             (new / Path(name).name).write_bytes(file.read(2 ** 24))
@@ -221,8 +215,7 @@ if __name__ == "__main__":
     for holds, message in (
             (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size must be from {N_SPECIAL + 256} to 65535"),
             (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
-            (args.out or not args.input, "say where to put the prepared data: --out data/NAME"),
-            (not (args.tasks and args.input), "--tasks takes no --input"),
+            (not args.input or args.out and not args.tasks, "--input needs --out data/NAME, and no --tasks"),
             (not bad, f"no such file, or none of {' '.join(FORMATS)}: {bad[:1]}")):
         if not holds:
             die(message)
