@@ -67,12 +67,7 @@ def read(paths):
             die(f"cannot read {path}: {error}" + isinstance(error, ImportError) * "; pip install zstandard")
 
 def parse(raw):
-    """The text of a document; None if it is malformed: no JSON with a `text`, or not UTF-8 (a lone surrogate)."""
-    try:
-        text = raw if isinstance(raw, str) else json.loads(raw)["text"]
-        return str(text.encode(), "utf-8")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+    return raw if isinstance(raw, str) else json.loads(raw)["text"]
 
 # ---- hashing, learning, encoding -------------------------------------------------------------------------------------
 
@@ -88,10 +83,13 @@ def parallel(function, documents):
             yield from future.result()
 
 def digest(raw):
-    """The hash of a document's text, and its size in bytes."""
-    if (text := parse(raw)) is None or not text.strip():
-        return MALFORMED if text is None else EMPTY, 0
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"), len(text.encode())
+    """The hash of a document's text, and its size in bytes; malformed is what is no JSON with a `text`, or not UTF-8."""
+    try:
+        text = parse(raw).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return MALFORMED, 0
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return (number, len(text)) if text.decode().strip() else (EMPTY, 0)
 
 def encoder(bpe, run=2 ** 13):
     """text -> tokens: those of `tokenizers`, by tiktoken, which is several times as fast."""
@@ -116,7 +114,7 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     hashes, sizes = np.fromiter(map(digest, tqdm(read(paths), "hash", disable=None)), np.dtype((np.uint64, 2))).T
     malformed, order, keep = np.count_nonzero(hashes == MALFORMED), np.argsort(hashes, kind="stable"), hashes > EMPTY
     if malformed > len(hashes) / 100:
-        die(f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1:,}) are not UTF-8 or no JSON with `text`")
+        die(f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1:,}) are no UTF-8, or no JSON with `text`")
     keep[order[1:][hashes[order[1:]] == hashes[order[:-1]]]] = False
     val = keep & (hashes <= max(val_fraction * 2.0 ** 64, hashes[keep].min(initial=2 ** 64 - 1)))
     train = keep & ~val
