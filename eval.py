@@ -98,22 +98,18 @@ def heldout(checkpoint, tokenizer, limit):
 # ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
 
 def make_items(documents, tokenizer, window, pmi, counts):
-    """Items (context, completion, doc, choice): log p(completion | context) is to be found; equal ones are one. And for
-    each document {"": [item of each choice], "_uncond": [the same given `Answer:`, if pmi]}."""
-    items, where = {}, []
-    for d in documents:
-        where.append({})
-        for end, context in [("", d.context), ("_uncond", "Answer:")][:1 + pmi]:
-            texts = [context + w for w in ("", *d.completions)]
-            alone, *joint = d.tokens or (x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False))
-            m = len(alone)
-            if any(ids[:m] != alone or len(ids) == m for ids in joint):
-                die(f"a token lies across the end of {context!r}, or a completion has none: choose other --tasks")
-            start = max(0, min(m, max(map(len, joint)) + 1 - window))  # of the context; completions stay whole
-            counts["truncated"] += start > 0 and end == ""
-            keys = [((BOS, *alone[start:]), tuple(ids[m:]), d.doc) for ids in joint]
-            where[-1][end] = [items.setdefault(key, (len(items), choice))[0] for choice, key in enumerate(keys)]
-    return [(*key, choice) for key, (_, choice) in items.items()], where
+    """Items (context, completion, doc, choice): log p(completion | context) is to be found. One for each choice of each
+    document and, with pmi, the same again given `Answer:`. A choice that repeats another one has its number."""
+    items = []
+    for d, context in [(d, d.context) for d in documents] + [(d, "Answer:") for d in documents] * pmi:
+        texts = [context + w for w in ("", *d.completions)]
+        alone, *joint = d.tokens or (x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False))
+        if any(ids[:len(alone)] != alone or ids == alone for ids in joint):
+            die(f"a token lies across the end of {context!r}, or a completion has none: choose other --tasks")
+        start = max(0, min(len(alone), max(map(len, joint)) + 1 - window))  # of the context; completions stay whole
+        counts["truncated"] += start > 0 and context == d.context
+        items += [((BOS, *alone[start:]), tuple(ids[len(alone):]), d.doc, joint.index(ids)) for ids in joint]
+    return items
 
 # A row is (int32 (T, 3) as bytes: token, segment, position; prefix), as model.make_mask takes them. A read of it is
 # (index, target, column, item, weight): scores[column, item] += weight * log p(target). A token is read at its left.
@@ -198,14 +194,15 @@ def score(model, task, modes, items, N, counts):
         values["mc_stderr"] = (((np.diff(scores[-N:], axis=0) ** 2).sum(0) / (2 * max(N - 1, 1) * N)) ** 0.5).tolist()
     return values
 
-def judge(name, documents, values, where):
+def judge(name, documents, values):
     """The accuracy of a mode: the share of documents whose right choice scores highest, the first of equals; averaged
     over subtasks, if there are any; and normalised, (x - r) / (1 - r) with r the accuracy of chance."""
-    task, hits, values = TASKS[name], collections.defaultdict(list), np.array(values)
-    for d, items in zip(documents, where):
-        scores = values[items[""]] / ([len(w) for w in d.completions] if task.score == "char" else 1)
+    task, hits, ends = TASKS[name], collections.defaultdict(list), np.cumsum([len(d.completions) for d in documents])
+    for d, (scores, *minus) in zip(documents, np.split(np.reshape(values, (-1, ends[-1])), ends, axis=1)):
+        if task.score == "char":
+            scores = scores / [len(w) for w in d.completions]
         if task.score == "pmi":  # PMI(w) = sum_i log p(w_i | c, w_<i) / p(w_i | u, w_<i), u = Answer:
-            scores -= values[items["_uncond"]]
+            scores = scores - minus[0]
         hits[d.subtask].append(np.argmax(scores) == d.gold)
     p, n = (np.array([f(h) for h in hits.values()]) for f in (np.mean, len))
     return {"accuracy": p.mean(), "normalized": (p.mean() - task.chance) / (1 - task.chance), "n": len(documents),
@@ -218,17 +215,16 @@ def write(path, lines):
         file.writelines(lines)
     os.replace(f"{path}.{rank}", path)
 
-def dump(documents, where, values):
+def dump(documents, values):
     for name in documents:
-        for i, d in enumerate(documents[name]):
-            for choice, completion in enumerate(d.completions):
-                line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
-                            completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
-                for end, items in where[name][i].items() if where else ():
-                    line |= {mode + end: v[items[choice]] for mode, v in values[name].items()}
-                yield json.dumps(line) + "\n"
-
-# ---- from a checkpoint to the paper's table --------------------------------------------------------------------------
+        choices = [(d, choice) for d in documents[name] for choice in range(len(d.completions))]
+        unconditional = "Answer:" if TASKS[name].score == "pmi" else None
+        for i, (d, choice) in enumerate(choices):
+            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, gold=d.gold, context=d.context,
+                        completion=d.completions[choice], uncond_context=unconditional)
+            for mode, v in values.get(name, {}).items():
+                line |= zip((mode, mode + "_uncond"), v[i::len(choices)])
+            yield json.dumps(line) + "\n"
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -251,7 +247,7 @@ if __name__ == "__main__":
         die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
     documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
     if not args.ckpt:
-        sys.exit(write(args.dump, dump(documents, {}, {})))
+        sys.exit(write(args.dump, dump(documents, {})))
 
     if world > 1:
         torch.distributed.init_process_group("gloo")
@@ -267,14 +263,14 @@ if __name__ == "__main__":
     files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
     key = repr((files, documents, modes, N)).encode()
     kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
-    values, where, results = json.loads(kept.read_text()) if kept.exists() else {}, {}, {}
+    values, results = json.loads(kept.read_text()) if kept.exists() else {}, {}
 
     for name in documents:
-        items, where[name] = make_items(documents[name], tokenizer, window, TASKS[name].score == "pmi", counts)
+        items = make_items(documents[name], tokenizer, window, TASKS[name].score == "pmi", counts)
         if name not in values:
             values[name] = score(model, name, modes, items, N, counts)
             write(kept, [json.dumps(values)])
-        row = results[name] = {mode: judge(name, documents[name], values[name][mode], where[name]) for mode in modes}
+        row = results[name] = {mode: judge(name, documents[name], values[name][mode]) for mode in modes}
         if len(plls) > 1:  # the paper's number
             best = max(plls, key=lambda mode: row[mode]["accuracy"])
             row["pll"] = row[best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
@@ -295,4 +291,4 @@ if __name__ == "__main__":
         report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
         write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])
     if args.dump:
-        write(args.dump, dump(documents, where, values))
+        write(args.dump, dump(documents, values))
