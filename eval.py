@@ -55,8 +55,8 @@ def render(task, r, tag):
     if task == "piqa":
         return f"Goal: {r['goal']}\nAnswer:", [" " + r["sol1"], " " + r["sol2"]], int(tag)
     if task == "socialiqa":
-        answers = [" " + r["answer" + x] for x in "ABC"]
-        return f"Question: {r['context']} {r['question']}\nAnswer:", answers, int(tag) - 1
+        context = f"Question: {r['context']} {r['question']}\nAnswer:"
+        return context, [" " + r["answer" + x] for x in "ABC"], int(tag) - 1
     labels, texts = zip(*((x["label"], " " + x["text"]) for x in r["question"]["choices"]))  # 3 to 5, letters or digits
     return f"Question: {r['question']['stem']}\nAnswer:", texts, labels.index(r["answerKey"].strip())
 
@@ -198,11 +198,9 @@ def judge(name, documents, values):
     """The accuracy of a mode: the share of documents whose right choice scores highest, the first of equals; averaged
     over subtasks, if there are any; and normalised, (x - r) / (1 - r) with r the accuracy of chance."""
     task, hits, ends = TASKS[name], collections.defaultdict(list), np.cumsum([len(d.completions) for d in documents])
-    for d, (scores, *minus) in zip(documents, np.split(np.reshape(values, (-1, ends[-1])), ends, axis=1)):
-        if task.score == "char":
-            scores = scores / [len(w) for w in d.completions]
-        if task.score == "pmi":  # PMI(w) = sum_i log p(w_i | c, w_<i) / p(w_i | u, w_<i), u = Answer:
-            scores = scores - minus[0]
+    for d, (given, *unconditional) in zip(documents, np.split(np.reshape(values, (-1, ends[-1])), ends, axis=1)):
+        # PMI(w) = sum_i log p(w_i | c, w_<i) / p(w_i | u, w_<i), u = Answer:
+        scores = (given - sum(unconditional)) / ([len(w) for w in d.completions] if task.score == "char" else 1)
         hits[d.subtask].append(np.argmax(scores) == d.gold)
     p, n = (np.array([f(h) for h in hits.values()]) for f in (np.mean, len))
     return {"accuracy": p.mean(), "normalized": (p.mean() - task.chance) / (1 - task.chance), "n": len(documents),
@@ -217,11 +215,10 @@ def write(path, lines):
 
 def dump(documents, values):
     for name in documents:
-        choices = [(d, choice) for d in documents[name] for choice in range(len(d.completions))]
-        unconditional = "Answer:" if TASKS[name].score == "pmi" else None
-        for i, (d, choice) in enumerate(choices):
-            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, gold=d.gold, context=d.context,
-                        completion=d.completions[choice], uncond_context=unconditional)
+        choices = [(d, choice, w) for d in documents[name] for choice, w in enumerate(d.completions)]
+        for i, (d, choice, w) in enumerate(choices):
+            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, completion=w,
+                        uncond_context="Answer:" if TASKS[name].score == "pmi" else None, gold=d.gold)
             for mode, v in values.get(name, {}).items():
                 line |= zip((mode, mode + "_uncond"), v[i::len(choices)])
             yield json.dumps(line) + "\n"
@@ -276,7 +273,6 @@ if __name__ == "__main__":
             row["pll"] = row[best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
     if rank > 0:
         sys.exit()
-
     print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in row))
     for name, row in results.items():
         cells = ([100 * r[key] for key in ("accuracy", "stderr", "normalized")] for r in row.values())
@@ -284,9 +280,10 @@ if __name__ == "__main__":
     nine = [r for name, r in results.items() if name != "heldout"]
     average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in row if nine}
     print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
-    errors = [f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if N]
-    print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to "
-          f"{window} tokens; pll is the best n of each task, chosen on the test score", *errors, sep="; ")
+    notes = ["pll is the best n of each task, chosen on the test score"] * ("pll" in row)
+    notes += [f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if N]
+    padding = f"padding {counts['padding'] / max(1, counts['tokens']):.1%}"
+    print(padding, f"{counts['truncated']} documents cut to {window} tokens", *notes, sep="; ")
     if args.json:
         report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
         write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])

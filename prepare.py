@@ -83,7 +83,7 @@ def parallel(function, documents):
             yield from future.result()
 
 def digest(raw):
-    """The hash of a document's text, and its size in bytes; malformed is what is no JSON with a `text`, or not UTF-8."""
+    """The hash and the size in bytes of a document's text; malformed is what is not UTF-8 or no JSON with `text`."""
     try:
         text = parse(raw).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -114,7 +114,7 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     hashes, sizes = np.fromiter(map(digest, tqdm(read(paths), "hash", disable=None)), np.dtype((np.uint64, 2))).T
     malformed, order, keep = np.count_nonzero(hashes == MALFORMED), np.argsort(hashes, kind="stable"), hashes > EMPTY
     if malformed > len(hashes) / 100:
-        die(f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1:,}) are no UTF-8, or no JSON with `text`")
+        die(f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1}) are not UTF-8 or no JSON with `text`")
     keep[order[1:][hashes[order[1:]] == hashes[order[:-1]]]] = False
     val = keep & (hashes <= max(val_fraction * 2.0 ** 64, hashes[keep].min(initial=2 ** 64 - 1)))
     train = keep & ~val
@@ -152,8 +152,8 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
     return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
             f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
-            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} MB/s; "
-            f"train.bin has hash {meta['files']['train.bin'][1]}")
+            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} "
+            f"MB/s; train.bin has hash {meta['files']['train.bin'][1]}")
 
 # ---- the evaluation sets ---------------------------------------------------------------------------------------------
 
