@@ -9,7 +9,7 @@ Zero-shot multiple choice on the paper's nine tasks: one checkpoint, four ways t
 Modes: ar (causal), prefix (bidirectional context), pll (pseudo log-likelihood, n masks), mc (Monte Carlo). `heldout` is
 a tenth task, of the validation split. After an interruption the same command goes on, from eval-HASH.json beside CKPT.
 """
-import argparse, collections, csv, hashlib, json, os, pathlib, re
+import argparse, collections, csv, hashlib, itertools, json, os, pathlib, re, sys
 
 import numpy as np
 import torch
@@ -55,8 +55,8 @@ def render(task, r, tag):
     if task == "piqa":
         return f"Goal: {r['goal']}\nAnswer:", [" " + r["sol1"], " " + r["sol2"]], int(tag)
     if task == "socialiqa":
-        answers = [" " + r["answer" + x] for x in "ABC"]
-        return f"Question: {r['context']} {r['question']}\nAnswer:", answers, int(tag) - 1
+        context = f"Question: {r['context']} {r['question']}\nAnswer:"
+        return context, [" " + r["answer" + x] for x in "ABC"], int(tag) - 1
     labels, texts = zip(*((x["label"], " " + x["text"]) for x in r["question"]["choices"]))  # 3 to 5, letters or digits
     return f"Question: {r['question']['stem']}\nAnswer:", texts, labels.index(r["answerKey"].strip())
 
@@ -71,7 +71,7 @@ def read_task(name, folder, limit):
             with open(path, encoding="utf-8", newline="") as f:
                 for record in csv.reader(f) if path.suffix == ".csv" else map(json.loads, f):
                     d = Document(subtask, n, *render(name, record, labels[n] if task.labels else subtask))
-                    if not all(x.strip() for x in d.completions) or not 0 <= d.gold < len(d.completions):
+                    if not all(map(str.strip, d.completions)) or d.gold not in range(len(d.completions)):
                         raise ValueError(f"an empty completion, or none right: number {d.gold} of {d.completions}")
                     documents += [d] * (not limit or n - first < limit)
                     n += 1
@@ -92,32 +92,29 @@ def heldout(checkpoint, tokenizer, limit):
     passages = random(0).permutation(passages).tolist()[:TASKS["heldout"].n]
     for doc, passage in enumerate(passages[:limit or None]):
         c, ends = passage[:2 * K], [passages[(doc + (i - doc) % 4) % len(passages)][2 * K:] for i in range(4)]
-        texts = tokenizer.decode_batch([c, *ends])
-        yield Document(None, doc, texts[0], texts[1:], doc % 4, [c, *(c + w for w in ends)])
+        context, *texts = tokenizer.decode_batch([c, *ends])
+        yield Document(None, doc, context, texts, doc % 4, [c, *(c + w for w in ends)])
 
 # ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
 
 def make_items(documents, tokenizer, window, pmi, counts):
-    """Items (context, completion, doc, choice): log p(completion | context) is to be found. And which item each choice
-    of each document is, given its context and (PMI) `Answer:`; equal ones are one. Both are encoded together and split
-    at the context's length or, if a token lies across (ours never do), before this token, in all choices alike."""
-    items, given, unconditional = {}, [], []
-    for where, context in [(given, None), (unconditional, "Answer:")][:1 + pmi]:
-        for d in documents:
-            texts = [(context or d.context) + w for w in ("", *d.completions)]
-            alone, *joint = d.tokens or (x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False))
-            border = len(os.path.commonprefix([alone, *joint]))
-            assert border < min(map(len, joint)), f"the tokenizer has no token for a completion of {d.completions}"
-            start = max(0, min(border, max(map(len, joint)) + 1 - window))  # of the context; completions stay whole
-            counts.update(truncated=start > 0 and where is given, moved_borders=border < len(alone) and where is given)
-            keys = [((BOS, *ids[start:border]), tuple(ids[border:]), d.doc) for ids in joint]
-            where.append([items.setdefault(key, (len(items), choice))[0] for choice, key in enumerate(keys)])
-    return [(*key, choice) for key, (_, choice) in items.items()], given, unconditional
+    """Items (context, completion, doc, choice): log p(completion | context) is to be found. One for each choice of each
+    document and, with pmi, the same again given `Answer:`. A choice that repeats another one has its number."""
+    items = []
+    for d, context in [(d, d.context) for d in documents] + [(d, "Answer:") for d in documents] * pmi:
+        texts = [context + w for w in ("", *d.completions)]
+        alone, *joint = d.tokens or (x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False))
+        if any(ids[:len(alone)] != alone or ids == alone for ids in joint):
+            die(f"a token lies across the end of {context!r}, or a completion has none: choose other --tasks")
+        start = max(0, min(len(alone), max(map(len, joint)) + 1 - window))  # of the context; completions stay whole
+        counts["truncated"] += start > 0 and context == d.context
+        items += [((BOS, *alone[start:]), tuple(ids[len(alone):]), d.doc, joint.index(ids)) for ids in joint]
+    return items
 
 # A row is (int32 (T, 3) as bytes: token, segment, position; prefix), as model.make_mask takes them. A read of it is
 # (index, target, column, item, weight): scores[column, item] += weight * log p(target). A token is read at its left.
-def causal_reads(items, prefix):
-    """log p(w | c) = sum_i log p(w_i | c, w_<i); with `prefix` the context is bidirectional. Completions of a context
+def causal_reads(items, modes):
+    """log p(w | c) = sum_i log p(w_i | c, w_<i); in mode prefix the context is bidirectional. Completions of a context
     share a row: the context is segment 0, each of them, without its last token, a segment after it."""
     contexts = {}
     for i, (c, w, _, _) in enumerate(items):
@@ -128,20 +125,23 @@ def causal_reads(items, prefix):
             row, reads = [(token, 0, p) for p, token in enumerate(c)], []
             for segment, w in enumerate(completions[first:first + PACK], 1):
                 places = len(c) - 1, *range(len(row), len(row) + len(w) - 1)
-                reads += [(place, target, 0, i, 1.0) for place, target in zip(places, w) for i in users[w]]
+                reads += [(place, target, i) for place, target in zip(places, w) for i in users[w]]
                 row += [(token, segment, p) for p, token in enumerate(w[:-1], len(c))]
-            yield (np.array(row, np.int32).tobytes(), prefix * len(c)), reads
+            for mode in {"ar", "prefix"} & {*modes}:
+                yield ((np.array(row, np.int32).tobytes(), len(c) * (mode == "prefix")),
+                       [(place, target, modes.index(mode), i, 1.0) for place, target, i in reads])
 
-def masked_reads(items, n_masks, N, seed):
-    """Bidirectional attention, masks in the completion: a column of pll for each n in n_masks, then N columns of mc."""
+def masked_reads(items, modes, N, task):
+    """Bidirectional attention, masks in the completion: a column for each pll, N columns from that of mc on."""
+    plls = [(column, int(mode[3:])) for column, mode in enumerate(modes) if mode.startswith("pll")]
     for i, (c, w, doc, choice) in enumerate(items):
         x0, L = np.array([(token, 0, p) for p, token in enumerate(c + w)], np.int32), len(w)
         # pll: sum_i log p(w_i | c, w_<i, n masks, w_>=i+n)
-        patterns = [(range(j, min(j + n, L)), [j], column, 1.0) for column, n in enumerate(n_masks) for j in range(L)]
+        patterns = [(range(j, min(j + n, L)), [j], column, 1.0) for column, n in plls for j in range(L)]
         # mc: int_0^1 E[1/t sum of log p(w_i | c, w^t) over masked i] dt = E[L/k sum over k masked], k ~ U{1..L}, N
-        # of them from one jittered grid; masks come from (seed, task, doc, choice), the same in both contexts of PMI
-        generator = random(*seed, doc, choice)
-        for column, u in enumerate((np.arange(N) + generator.random()) / max(N, 1), len(n_masks)):
+        # of them from one jittered grid; masks depend on (task, doc, choice): they are the same in both contexts of PMI
+        generator = random(1, list(TASKS).index(task), doc, choice)
+        for column, u in enumerate((np.arange(N) + generator.random()) / max(N, 1), len(modes) - 1):
             masked = generator.permutation(L)[:min(1 + int(u * L), L)].tolist()
             patterns.append((masked, masked, column, L / len(masked)))
         for masked, read, column, weight in patterns:
@@ -165,15 +165,14 @@ def read_batch(model, rows, reads, scores):
     # in units of 2^-32, whose sums are exact: any number of ranks gives the same
     np.add.at(scores, (column, item), np.round(weight * logp * 2 ** 32) / 2 ** 32)
 
-def score(model, modes, items, N, seed, task, counts):
-    """{mode: log-likelihoods of the items} of modes that may have rows in common: ["ar"], ["prefix"], or pll1 ... mc.
-    Equal rows are computed once; sorted by length, they form batches with little padding, dealt whole to the ranks."""
-    causal, n_masks = modes[0] in ("ar", "prefix"), [int(mode[3:]) for mode in modes if mode.startswith("pll")]
-    scores, size = np.zeros((causal + len(n_masks) + N, len(items))), CHUNK // (1 if causal else max(N, 32))
+def score(model, task, modes, items, N, counts):
+    """{mode: log-likelihoods of the items}; mc, with N draws, is the last mode. Equal rows of all modes are computed
+    once; sorted by length, they form batches with little padding, dealt whole to the ranks."""
+    scores, size = np.zeros((len(modes) + max(N - 1, 0), len(items))), CHUNK // max(N, 8 * len(modes))
     bar = tqdm(total=len(items), desc=f"{task} {'+'.join(modes)}", unit_scale=True, disable=rank > 0 or None)
     for first in range(0, len(items), size):
         chunk, reads = items[first:first + size], collections.defaultdict(list)
-        for row, r in causal_reads(chunk, modes[0] == "prefix") if causal else masked_reads(chunk, n_masks, N, seed):
+        for row, r in itertools.chain(causal_reads(chunk, modes), masked_reads(chunk, modes, N, task)):
             reads[row] += r
         rows = sorted(reads, key=lambda row: -len(row[0]))
         lengths, cuts = [len(content) // 12 for content, _ in rows], [0]
@@ -195,14 +194,13 @@ def score(model, modes, items, N, seed, task, counts):
         values["mc_stderr"] = (((np.diff(scores[-N:], axis=0) ** 2).sum(0) / (2 * max(N - 1, 1) * N)) ** 0.5).tolist()
     return values
 
-def judge(task, documents, values, given, unconditional):
+def judge(name, documents, values):
     """The accuracy of a mode: the share of documents whose right choice scores highest, the first of equals; averaged
     over subtasks, if there are any; and normalised, (x - r) / (1 - r) with r the accuracy of chance."""
-    hits = collections.defaultdict(list)
-    for i, d in enumerate(documents):
+    task, hits, ends = TASKS[name], collections.defaultdict(list), np.cumsum([len(d.completions) for d in documents])
+    for d, (given, *unconditional) in zip(documents, np.split(np.reshape(values, (-1, ends[-1])), ends, axis=1)):
         # PMI(w) = sum_i log p(w_i | c, w_<i) / p(w_i | u, w_<i), u = Answer:
-        raw, minus = (np.array([values[item] for item in where[i]]) for where in (given, unconditional or given))
-        scores = {"raw": raw, "char": raw / [len(w) for w in d.completions], "pmi": raw - minus}[task.score]
+        scores = (given - sum(unconditional)) / ([len(w) for w in d.completions] if task.score == "char" else 1)
         hits[d.subtask].append(np.argmax(scores) == d.gold)
     p, n = (np.array([f(h) for h in hits.values()]) for f in (np.mean, len))
     return {"accuracy": p.mean(), "normalized": (p.mean() - task.chance) / (1 - task.chance), "n": len(documents),
@@ -215,87 +213,79 @@ def write(path, lines):
         file.writelines(lines)
     os.replace(f"{path}.{rank}", path)
 
-def dump(documents, where, values):
+def dump(documents, values):
     for name in documents:
-        for i, d in enumerate(documents[name]):
-            for choice, completion in enumerate(d.completions):
-                line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, gold=d.gold,
-                            completion=completion, uncond_context="Answer:" if TASKS[name].score == "pmi" else None)
-                for end, items in zip(("", "_uncond"), where.get(name, ())):
-                    line |= {mode + end: v[items[i][choice]] for mode, v in values[name].items() if items}
-                yield json.dumps(line) + "\n"
-
-# ---- from a checkpoint to the paper's table --------------------------------------------------------------------------
-
-def evaluate(args, tasks, modes, documents):
-    """Prints the table, writes --json; returns which item each choice is, and the log-likelihoods of all items."""
-    if world > 1:
-        torch.distributed.init_process_group("gloo")
-    model, tokenizer, checkpoint = load_model(args.ckpt)
-    s, path = checkpoint["settings"], pathlib.Path(args.ckpt)
-    if "heldout" in tasks and (args.tasks or not documents or os.path.exists(f"{s.data_dir}/meta.json")):
-        documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
-
-    # what an earlier run of this command has left: same code, checkpoint, strings and flags
-    files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
-    key = repr((files, documents, [v for k, v in vars(args).items() if k not in ("json", "dump")])).encode()
-    kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
-    values, where, results = json.loads(kept.read_text()) if kept.exists() else {}, {}, {}
-
-    counts, n_masks = collections.Counter(), sorted(set(map(int, args.pll.split(","))))
-    plls = [f"pll{n}" for n in n_masks] * ("pll" in modes)
-    passes = [["ar"] * ("ar" in modes), ["prefix"] * ("prefix" in modes), plls + ["mc"] * ("mc" in modes)]
-    for name in documents:
-        task, values[name] = TASKS[name], values.get(name, {})
-        items, *where[name] = make_items(documents[name], tokenizer, s.seq_len, task.score == "pmi", counts)
-        for group in filter(None, passes):
-            if group[-1] not in values[name]:
-                seed, N = (args.seed, list(TASKS).index(name)), (args.mc or 256) * ("mc" in group)
-                values[name] |= score(model, group, items, N, seed, name, counts)
-                write(kept, [json.dumps(values)])
-        results[name] = {m: judge(task, documents[name], values[name][m], *where[name]) for m in sum(passes, [])}
-        if len(plls) > 1:  # the paper's number
-            best = max(plls, key=lambda mode: results[name][mode]["accuracy"])
-            results[name]["pll"] = results[name][best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
-
-    nine = [r for name, r in results.items() if name != "heldout"]
-    average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in (nine or [{}])[0]}
-    if rank == 0:
-        print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in results[name]))
-        for name, row in results.items():
-            cells = ("{:8.1f} ±{:<4.1f}{:7.1f}".format(*(100 * r[k] for k in ("accuracy", "stderr", "normalized")))
-                     for r in row.values())
-            print(f"{name:<16}{len(documents[name]):>6}", *cells, sep="")
-        print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
-        errors = (f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if "mc" in v)
-        print(f"padding {counts['padding'] / max(1, counts['tokens']):.1%}; {counts['truncated']} documents cut to "
-              f"{s.seq_len} tokens, {counts['moved_borders']} split before the border", *errors, sep="; ")
-        if len(plls) > 1:
-            print("pll is the better n of each task, chosen on the test score")
-    if rank == 0 and args.json:
-        report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
-        write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])
-    return where, values
+        choices = [(d, choice, w) for d in documents[name] for choice, w in enumerate(d.completions)]
+        for i, (d, choice, w) in enumerate(choices):
+            line = dict(task=name, subtask=d.subtask, doc=d.doc, choice=choice, context=d.context, completion=w,
+                        uncond_context="Answer:" if TASKS[name].score == "pmi" else None, gold=d.gold)
+            for mode, v in values.get(name, {}).items():
+                line |= zip((mode, mode + "_uncond"), v[i::len(choices)])
+            yield json.dumps(line) + "\n"
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, default, text in (
-            ("ckpt", "", "file or run directory"), ("tasks", "", "default: all in --data, and heldout"),
+            ("ckpt", "", "file or run directory"), ("tasks", "", "default: all in --data; heldout if there are none"),
             ("data", "data/tasks", "a folder for each task"), ("modes", "ar,prefix,pll", "also: mc"),
-            ("pll", "1,6", "numbers of masks"), ("mc", 0, "mode mc, so many draws (256)"), ("seed", 1, "of the draws"),
+            ("pll", "1,6", "numbers of masks"), ("mc", 0, "mode mc, so many draws (256)"),
             ("limit", 0, "documents per subtask"), ("json", "", "results file"), ("dump", "", "strings and scores")):
         parser.add_argument("--" + flag, default=default, type=type(default), help=text)
     args = parser.parse_args()
-    there = [t for t in TASKS if (args.ckpt if t == "heldout" else os.path.isdir(f"{args.data}/{t}") or not args.ckpt)]
-    modes, tasks = args.modes.split(",") + ["mc"] * (args.mc > 0), args.tasks.split(",") if args.tasks else there
-    for kind, names, known in ("mode", modes, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):
+    there = [task for task in TASKS if os.path.isdir(f"{args.data}/{task}")]
+    tasks = args.tasks.split(",") if args.tasks else there or ["heldout"]
+    asked = args.modes.split(",") + ["mc"] * (args.mc > 0)
+    for kind, names, known in ("mode", asked, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):
         for name in set(names) - set(known):
             die(f"no {kind} named '{name}'{suggest(name, known)}")
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll) or min(args.mc, args.limit, args.seed) < 0:
-        die("--pll takes numbers of masks such as 1,6; --mc, --limit and --seed take a number from 0")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll) or min(args.mc, args.limit) < 0:
+        die("--pll takes numbers of masks such as 1,6; --mc and --limit take a number from 0")
     if not args.ckpt and (not args.dump or "heldout" in tasks):
         die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
     documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
-    where, values = evaluate(args, tasks, modes, documents) if args.ckpt else ({}, {})
-    if args.dump and rank == 0:
-        write(args.dump, dump(documents, where, values))
+    if not args.ckpt:
+        sys.exit(write(args.dump, dump(documents, {})))
+
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    model, tokenizer, checkpoint = load_model(args.ckpt)
+    if "heldout" in tasks:
+        documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
+    plls = [f"pll{n}" for n in sorted({*map(int, args.pll.split(","))})] * ("pll" in asked)
+    modes = [mode for mode in ("ar", "prefix") if mode in asked] + plls + ["mc"] * ("mc" in asked)
+    N, window, counts = (args.mc or 256) * ("mc" in asked), checkpoint["settings"].seq_len, collections.Counter()
+
+    # what an earlier run of this command has left: same code, checkpoint, strings and flags
+    path = pathlib.Path(args.ckpt)
+    files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
+    key = repr((files, documents, modes, N)).encode()
+    kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
+    values, results = json.loads(kept.read_text()) if kept.exists() else {}, {}
+
+    for name in documents:
+        items = make_items(documents[name], tokenizer, window, TASKS[name].score == "pmi", counts)
+        if name not in values:
+            values[name] = score(model, name, modes, items, N, counts)
+            write(kept, [json.dumps(values)])
+        row = results[name] = {mode: judge(name, documents[name], values[name][mode]) for mode in modes}
+        if len(plls) > 1:  # the paper's number
+            best = max(plls, key=lambda mode: row[mode]["accuracy"])
+            row["pll"] = row[best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
+    if rank > 0:
+        sys.exit()
+    print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in row))
+    for name, row in results.items():
+        cells = ([100 * r[key] for key in ("accuracy", "stderr", "normalized")] for r in row.values())
+        print(f"{name:<16}{len(documents[name]):>6}", *("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells), sep="")
+    nine = [r for name, r in results.items() if name != "heldout"]
+    average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in row if nine}
+    print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
+    notes = ["pll is the best n of each task, chosen on the test score"] * ("pll" in row)
+    notes += [f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if N]
+    padding = f"padding {counts['padding'] / max(1, counts['tokens']):.1%}"
+    print(padding, f"{counts['truncated']} documents cut to {window} tokens", *notes, sep="; ")
+    if args.json:
+        report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
+        write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])
+    if args.dump:
+        write(args.dump, dump(documents, values))

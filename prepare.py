@@ -4,12 +4,11 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a byt
     python prepare.py                                                # Python's own documentation -> data/pydocs
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
     python prepare.py --tasks                                        # the nine sets that eval.py reads -> data/tasks
-    zstdcat x.jsonl.zst | python prepare.py --input - --out data/x   # JSON lines on standard input
 
 Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
 They are streamed, once for each of three passes: memory grows by some 50 bytes per document, not with the text.
 """
-import argparse, ast, glob, gzip, hashlib, json, os, sys, tarfile, tempfile, time, urllib.request, zipfile
+import argparse, ast, glob, gzip, hashlib, io, json, os, sys, tarfile, tempfile, time, urllib.request, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, islice, takewhile
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
 from configurator import die
@@ -38,57 +38,36 @@ def embedded_corpus():
     for folder, folders, _ in os.walk(root):
         folders[:] = sorted({*folders} - {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
         for path in sorted(Path(folder).glob("*.py")):
-            nodes = [ast.parse(path.read_bytes())]
+            tree = ast.parse(path.read_bytes())
             if path.match("pydoc_data/topics.py"):
-                texts += ast.literal_eval(nodes[0].body[-1].value).values()
-            for node in nodes:  # the list grows meanwhile; expressions, most of a tree, hold no docstrings
-                nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
-            docstrings = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
+                texts += ast.literal_eval(tree.body[-1].value).values()
+            docstrings = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
             texts.append("\n\n".join(dict.fromkeys(filter(None, docstrings))))
     if sum(map(len, texts)) < 10 ** 6:
         die(f"this Python has no documentation in {root} (a minimal installation?): give your own text with --input")
     return [json.dumps({"text": text}).encode() + b"\n" for text in texts if text]
 
-def unpack_zst(file):
-    import zstandard
-    unpacker = zstandard.ZstdDecompressor(max_window_size=2 ** 31)
-    frame = unpacker.decompressobj()  # one by one: zstandard's own reader takes a truncated file for a complete one
-    while chunk := frame.unused_data or file.read(2 ** 16):
-        frame = unpacker.decompressobj() if frame.eof else frame
-        yield frame.decompress(chunk)
-    if not frame.eof:
-        raise EOFError("it ends in the middle of a frame")
-
-def read_file(path):
-    """The documents as they stand in a file: a line of JSON as bytes, a piece of a .txt as str."""
-    if path.endswith(".txt"):
-        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            while piece := file.read(2 ** 16):  # and on to the next blank line, if there is one soon
-                yield piece + "".join(takewhile(str.strip, islice(iter(lambda: file.readline(2 ** 10), ""), 64)))
-        return
-    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-        rest = b""
-        for chunk in unpack_zst(file) if path.endswith(".zst") else iter(lambda: file.read(2 ** 20), b""):
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from filter(bytes.strip, lines)
-            if len(rest) > 2 ** 28:
-                raise ValueError("it has a line without end")
-        yield from filter(bytes.strip, [rest])
-
 def read(paths):
+    """The documents as they stand in the files: a line of JSON as bytes, a piece of a .txt as str."""
     for path in paths:
         try:
-            yield from read_file(path)
+            with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+                if path.endswith(".zst"):
+                    import zstandard
+                    unpacker = zstandard.ZstdDecompressor(max_window_size=2 ** 31)
+                    file = io.BufferedReader(unpacker.stream_reader(file, read_across_frames=True))
+                if path.endswith(".txt"):
+                    file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
+                    while piece := file.read(2 ** 16):  # and on to the next blank line, if there is one soon
+                        lines = islice(iter(lambda: file.readline(2 ** 10), ""), 64)
+                        yield piece + "".join(takewhile(str.strip, lines))
+                else:  # a line without end comes in pieces too, and all of them are malformed
+                    yield from filter(bytes.strip, iter(lambda: file.readline(2 ** 28), b""))
         except Exception as error:  # every format has its own kind
             die(f"cannot read {path}: {error}" + isinstance(error, ImportError) * "; pip install zstandard")
 
 def parse(raw):
-    """The text of a document; None if it is malformed: no JSON with a `text`, or not UTF-8 (a lone surrogate)."""
-    try:
-        text = raw if isinstance(raw, str) else json.loads(raw)["text"]
-        return str(text.encode(), "utf-8")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+    return raw if isinstance(raw, str) else json.loads(raw)["text"]
 
 # ---- hashing, learning, encoding -------------------------------------------------------------------------------------
 
@@ -104,42 +83,41 @@ def parallel(function, documents):
             yield from future.result()
 
 def digest(raw):
-    """The hash of a document's text, and its size in bytes."""
-    if (text := parse(raw)) is None or not text.strip():
-        return MALFORMED if text is None else EMPTY, 0
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"), len(text.encode())
+    """The hash and the size in bytes of a document's text; malformed is what is not UTF-8 or no JSON with `text`."""
+    try:
+        text = parse(raw).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return MALFORMED, 0
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return (number, len(text)) if text.decode().strip() else (EMPTY, 0)
 
-def encoders(bpe, run=2 ** 13):
-    """text -> tokens, by tiktoken with the merges of `tokenizers`, several times as fast, and by `tokenizers`."""
+def encoder(bpe, run=2 ** 13):
+    """text -> tokens: those of `tokenizers`, by tiktoken, which is several times as fast."""
     # byte-level BPE spells a byte as a character: itself where that is visible, else the next one from 256 on
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*visible}))}
+    byte = dict(zip(sorted(ByteLevel.alphabet()), visible + sorted({*range(256)} - {*visible})))
     ranks = {bytes(byte[c] for c in token): i for token, i in bpe.get_vocab().items() if i >= N_SPECIAL}
     # tiktoken without any special token would look for the empty string, at every character: half as fast
     coder = tiktoken.Encoding("nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<unk>": 0})
 
-    def slow(text):
-        return np.array(bpe.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
-
-    def fast(text):
+    def encode(text):
         # tiktoken gives up on huge white space and is, in old versions, quadratic in a word: such a run fills a block
         blocks = (text[i:i + run] for i in range(0, len(text) - run + 1, run))
         if any(len(block.split(None, 1)) < 2 for block in blocks):
-            return slow(text)
+            return np.array(bpe.encode(text).ids, np.uint16)
         return coder.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-    return fast, slow
+    return encode
 
 def prepare(paths, source, out, vocab_size, val_fraction):
     """Write the files of a prepared folder to `out`, in three passes over the text; returns a report."""
     # 1. hash: keep the first of equal documents; hold out those with the smallest hashes, at least one
-    hashes, sizes = np.fromiter(parallel(digest, tqdm(read(paths), "hash", disable=None)), np.dtype((np.uint64, 2))).T
+    hashes, sizes = np.fromiter(map(digest, tqdm(read(paths), "hash", disable=None)), np.dtype((np.uint64, 2))).T
     malformed, order, keep = np.count_nonzero(hashes == MALFORMED), np.argsort(hashes, kind="stable"), hashes > EMPTY
     if malformed > len(hashes) / 100:
-        die(f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1:,}) are not UTF-8 or no JSON with `text`")
+        die(f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1}) are not UTF-8 or no JSON with `text`")
     keep[order[1:][hashes[order[1:]] == hashes[order[:-1]]]] = False
     val = keep & (hashes <= max(val_fraction * 2.0 ** 64, hashes[keep].min(initial=2 ** 64 - 1)))
-    train, sizes = keep & ~val, sizes.copy()
-    del hashes, order  # 24 bytes per document
+    train = keep & ~val
     if not train.any():
         die(f"{keep.sum()} distinct documents with text, {val.sum()} of them held out: none is left to train on")
 
@@ -147,15 +125,15 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     def texts(size):  # in bytes
         n = 1 + np.searchsorted(np.cumsum(np.where(train, sizes, 0)), size)
         return map(parse, compress(tqdm(read(paths), "BPE", n, disable=None), train[:n]))
-    bpe, byte_level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
-    bpe.pre_tokenizer, bpe.decoder = byte_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
     bpe.encode_special_tokens = True  # a literal <mask> in a text is text
     bpe.train_from_iterator(texts(2 ** 28), tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=byte_level.alphabet(), show_progress=False))
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=ByteLevel.alphabet(), show_progress=False))
     (out / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
-    encode, slow = encoders(bpe)
+    encode = encoder(bpe)
     for text in texts(2 ** 19):
-        if not np.array_equal(encode(text), slow(text)):
+        if encode(text).tolist() != bpe.encode(text).ids:
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
     # 3. encode
@@ -174,23 +152,22 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
     return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
             f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
-            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} MB/s; "
-            f"train.bin has hash {meta['files']['train.bin'][1]}")
+            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} "
+            f"MB/s; train.bin has hash {meta['files']['train.bin'][1]}")
 
 # ---- the evaluation sets ---------------------------------------------------------------------------------------------
 
-AI2, GITHUB = "https://ai2-public-datasets.s3.amazonaws.com", "https://raw.githubusercontent.com"
-MOSAIC, PIQA = "https://storage.googleapis.com/ai2-mosaic/public", "https://yonatanbisk.com/piqa/data"
-RELEASES = {  # task: its official files, or archives, and which of their members are wanted
-    "arc_easy": {f"{AI2}/arc/ARC-V1-Feb2018.zip": "ARC-Easy-Test.jsonl"},
-    "arc_challenge": {f"{AI2}/arc/ARC-V1-Feb2018.zip": "ARC-Challenge-Test.jsonl"},
-    "blimp": {f"{GITHUB}/alexwarstadt/blimp/master/BLiMP.zip": "[a-z]*.jsonl"},
-    "commonsenseqa": {"https://s3.amazonaws.com/commensenseqa/dev_rand_split.jsonl": "*.jsonl"},
-    "hellaswag": {f"{GITHUB}/rowanz/hellaswag/master/data/hellaswag_val.jsonl": "*.jsonl"},
-    "mmlu": {"https://people.eecs.berkeley.edu/~hendrycks/data.tar": "test/*_test.csv"},
-    "openbookqa": {f"{AI2}/open-book-qa/OpenBookQA-V1-Sep2018.zip": "Main/test.jsonl"},
-    "piqa": {f"{PIQA}/valid.jsonl": "*.jsonl", f"{PIQA}/valid-labels.lst": "*.lst"},
-    "socialiqa": {f"{MOSAIC}/socialiqa/socialiqa-train-dev.zip": "dev[.-][jl]*"}}
+AI2 = "https://ai2-public-datasets.s3.amazonaws.com"
+RELEASES = {  # task: the files that are wanted, and the official files or archives that have them
+    "arc_easy": ("ARC-Easy-Test.jsonl", f"{AI2}/arc/ARC-V1-Feb2018.zip"),
+    "arc_challenge": ("ARC-Challenge-Test.jsonl", f"{AI2}/arc/ARC-V1-Feb2018.zip"),
+    "blimp": ("[a-z]*.jsonl", "https://raw.githubusercontent.com/alexwarstadt/blimp/master/BLiMP.zip"),
+    "commonsenseqa": ("*.jsonl", "https://s3.amazonaws.com/commensenseqa/dev_rand_split.jsonl"),
+    "hellaswag": ("*.jsonl", "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"),
+    "mmlu": ("test/*_test.csv", "https://people.eecs.berkeley.edu/~hendrycks/data.tar"),
+    "openbookqa": ("Main/test.jsonl", f"{AI2}/open-book-qa/OpenBookQA-V1-Sep2018.zip"),
+    "piqa": ("valid*", *(f"https://yonatanbisk.com/piqa/data/valid{end}" for end in (".jsonl", "-labels.lst"))),
+    "socialiqa": ("dev[.-]*", "https://storage.googleapis.com/ai2-mosaic/public/socialiqa/socialiqa-train-dev.zip")}
 
 def members(path):
     """(name, open file) of all that is in an archive, or of the file itself."""
@@ -203,21 +180,21 @@ def members(path):
     return [(path.name, open(path, "rb"))]
 
 def fetch_tasks(out):
-    """Each task whose folder is not there yet. Sizes are bounded, and of a member's name only the last part is used."""
+    """Each task whose folder is not there yet. Of a member's name only the last part is used, of its content 16 MiB."""
     from eval import read_task  # checks the counts and every record: nothing that was cut short passes
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         for task in (task for task in RELEASES if not (out / task).exists()):
-            (new := Path(folder, task)).mkdir()
-            for url, wanted in RELEASES[task].items():
-                path = Path(folder, os.path.basename(url))
+            wanted, *urls = RELEASES[task]
+            os.mkdir(new := Path(folder, task))
+            for url, path in ((url, Path(folder, os.path.basename(url))) for url in urls):
                 try:
                     if not path.exists():  # ARC is one archive for two tasks
                         with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
-                            n = int(answer.headers["Content-Length"] or 0) >> 20
-                            chunks = tqdm(iter(lambda: answer.read(2 ** 20), b""), path.name, n, unit="MiB", disable=None)
-                            file.writelines(islice(chunks, 2 ** 10))
-                    for name, file in islice((x for x in members(path) if Path(x[0]).match(wanted)), 99):
-                        (new / Path(name).name).write_bytes(file.read(2 ** 24))
+                            chunks = iter(lambda: answer.read(2 ** 20), b"")
+                            file.writelines(tqdm(chunks, path.name, unit="MiB", disable=None))
+                    for name, file in members(path):
+                        if Path(name).match(wanted):
+                            (new / Path(name).name).write_bytes(file.read(2 ** 24))
                 except Exception as error:  # the network's, or either format's
                     die(f"cannot get {url}: {error}; you can put its {wanted} into {out / task} by hand")
             read_task(task, folder, 0)
@@ -232,17 +209,15 @@ if __name__ == "__main__":
     parser.add_argument("--val_fraction", type=float, default=0.1, help="share of documents held out, by their hash")
     args = parser.parse_args()
     paths = [path for pattern in args.input for path in sorted(glob.glob(pattern, recursive=True)) or [pattern]]
+    bad = [path for path in paths if path != "-" and not (os.path.isfile(path) and path.endswith(FORMATS))]
     for holds, message in (
             (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size must be from {N_SPECIAL + 256} to 65535"),
             (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
-            (not (args.tasks and args.input), "--tasks takes no --input"),
-            (args.out or not args.input, "say where to put the prepared data: --out data/NAME"),
-            *((path == "-" or os.path.isfile(path), f"no such file: {path}") for path in paths),
-            *((path == "-" or path.endswith(FORMATS), f"{path} is none of {' '.join(FORMATS)}") for path in paths)):
+            (not args.input or args.out and not args.tasks, "--input needs --out data/NAME, and no --tasks"),
+            (not bad, f"no such file, or none of {' '.join(FORMATS)}: {bad[:1]}")):
         if not holds:
             die(message)
     out = Path(args.out or ("data/tasks" if args.tasks else "data/pydocs"))
-    source = args.input or f"documentation of Python {sys.version.split()[0]}"
     out.mkdir(parents=True, exist_ok=True)
     if args.tasks:
         sys.exit(fetch_tasks(out))
@@ -250,8 +225,9 @@ if __name__ == "__main__":
         spool = os.path.join(folder, "spool.jsonl")
         if not paths or "-" in paths:  # what is no file becomes one
             with open(spool, "wb") as f:
-                f.writelines(open(0, "rb", closefd=False) if paths else embedded_corpus())
+                f.writelines(sys.stdin.buffer if paths else embedded_corpus())
         paths = [spool if path == "-" else path for path in paths or ["-"]]
+        source = args.input or f"documentation of Python {sys.version.split()[0]}"
         report = prepare(paths, source, Path(folder), args.vocab_size, args.val_fraction)
         for name in (*FILES, "meta.json"):  # the last one vouches for the others
             os.replace(os.path.join(folder, name), out / name)
