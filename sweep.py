@@ -24,25 +24,21 @@ from tqdm import tqdm
 
 from configurator import die, suggest
 
-
 def height(alpha):
-    """log2 of the odds AR : MD. A step halves one share, as a step of log2 R halves the data; 1/64 keeps 0, 1 finite."""
+    """log2 of the odds AR : MD: a step halves a share, as a step of log2 R halves the data. 1/64 keeps 0 and 1 finite."""
     return np.log2((np.array(alpha, float) + 1 / 64) / (1 - np.array(alpha, float) + 1 / 64))
-
 
 def read(path):
     runs = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for n, line in enumerate(runs):
-        try:
-            runs[n] = run = json.loads(line)
-            R, alpha = (Fraction(str(run[k])).limit_denominator(4096) for k in ("repetitions", "alpha"))  # 0.875 or "7/8"
-            assert R > 0 and 0 <= alpha <= 1, "out of range"
-            run |= {"repetitions": R, "alpha": alpha, "place": (np.log2(float(R)), height(alpha))}
-            run |= {"prefix_gain": run["score_prefix"] - run["score_ar"]} if {"score_prefix", "score_ar"} <= {*run} else {}
-        except (ValueError, KeyError, TypeError, ZeroDivisionError, AssertionError) as error:
+        try:  # alpha may be 0.875 or "7/8"
+            R, alpha = (Fraction(str(json.loads(line)[k])).limit_denominator(4096) for k in ("repetitions", "alpha"))
+            if R <= 0 or not 0 <= alpha <= 1:
+                raise ValueError("out of range")
+            runs[n] = json.loads(line) | {"repetitions": R, "alpha": alpha, "place": (np.log2(float(R)), height(alpha))}
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             die(f"{path}, line {n + 1} is no run with repetitions and alpha ({type(error).__name__}: {error})")
     return runs
-
 
 def train(args, settings, R, alpha, seed):
     """Train and evaluate a run, in processes of their own, then write its line of the results."""
@@ -55,18 +51,19 @@ def train(args, settings, R, alpha, seed):
         if child.returncode:
             raise ChildProcessError(f"{folder}: {['killed', *child.stdout.splitlines()][-1].removeprefix('error: ')}")
     records = [r for r in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if "val_ar" in r]
-    line = {k: records[-1][k] for k in ("val_ar", "val_md", "overfit")}
+    line = {"repetitions": R, "alpha": float(alpha), "seed": seed}
+    line |= {k: records[-1][k] for k in ("val_ar", "val_md", "overfit")}
     if args.eval:
         report = json.loads((folder / "eval.json").read_text())
         scores = report["average"] or {k: v["normalized"] for k, v in report["tasks"]["heldout"].items()}
-        line |= {f"score_{k}": 100 * scores[k] for k in ("ar", "prefix", "pll") if k in scores}
+        scores["prefix_minus_ar"] = scores.get("prefix", 0) - scores.get("ar", 0)
+        line |= {f"score_{k}": 100 * scores[k] for k in ("ar", "prefix", "prefix_minus_ar", "pll") if k in scores}
     line["curve"] = [[r["tokens"], round(r["val_ar"], 4), round(r["val_md"], 4)] for r in records]
     with open(args.results, "a") as f:  # in one write: the whole line or nothing
-        f.write(json.dumps({"repetitions": R, "alpha": float(alpha), "seed": seed} | line) + "\n")
-
+        f.write(json.dumps(line) + "\n")
 
 def fit(runs, target, xs, n=65):
-    """The paper's model of a column: R^2, kernel, n heights; at each x = log2 R and height the mean, the chance to be best."""
+    """The paper's model of a column: R^2, kernel, heights (n,); at each log2 R and height the mean, the chance to be best."""
     names = sorted({k for r in runs for k, v in r.items() if type(v) in (int, float)} - {"seed"})
     runs = [r for r in runs if type(r.get(target)) in (int, float)]
     if len(runs) < 5 or len({r["alpha"] for r in runs}) < 2:
@@ -74,48 +71,45 @@ def fit(runs, target, xs, n=65):
         die(f"a fit needs 5 runs and 2 alphas with a number '{target}'{here}")
     from sklearn.gaussian_process import GaussianProcessRegressor, kernels
     warnings.simplefilter("ignore")  # scikit-learn names every parameter that ends at its bound
-    x, y = np.array([r["place"] for r in runs]), np.array([r[target] for r in runs])
-    center, scale, heights = x.mean(0), x.std(0) + 1e-9, np.linspace(x[:, 1].min(), x[:, 1].max(), n)
     kernel = kernels.ConstantKernel() * kernels.Matern([1, 1], (0.2, 100), nu=1.5) + kernels.WhiteKernel(0.1, (1e-5, 1))
     gp = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=8, random_state=0)
+    x, y = np.array([r["place"] for r in runs]), np.array([r[target] for r in runs])
+    center, scale, heights = x.mean(0), x.std(0) + 1e-9, np.linspace(x[:, 1].min(), x[:, 1].max(), n)
     r2 = gp.fit((x - center) / scale, y).score((x - center) / scale, y)
     kernel, gp.kernel_ = gp.kernel_, gp.kernel_.k1  # from here on the surface itself, without the noise of a run
     points = [(np.stack((np.full(n, log_R), heights), 1) - center) / scale for log_R in xs]
     samples = [gp.sample_y(p, 4000) * (-1 if target.startswith("val") else 1) for p in points]  # joint over alpha
-    chance = np.array([np.bincount(sample.argmax(0), minlength=n) / 4000 for sample in samples])
-    return r2, kernel, heights, np.array([gp.predict(p) for p in points]), chance
-
+    chances = np.array([np.bincount(sample.argmax(0), minlength=n) / 4000 for sample in samples])
+    return r2, kernel, heights, np.array([gp.predict(p) for p in points]), chances
 
 def plot(runs, targets, out):
-    """PNGs: a map of each target, and held-out losses over training, low alpha blue, high alpha red."""
+    """As PNG, a map of each target; and held-out losses over training, low alpha blue, high alpha red."""
     from matplotlib import colormaps, figure
     Rs, alphas = (sorted({r[k] for r in runs}) for k in ("repetitions", "alpha"))
-    ticks = np.log2(np.array(Rs, float))
     for target in targets if len(Rs) > 1 else []:
-        xs, page = np.linspace(ticks[0], ticks[-1], 33), figure.Figure((10, 4), layout="constrained")
+        page, xs = figure.Figure((10, 4), layout="constrained"), np.linspace(*np.log2([float(Rs[0]), float(Rs[-1])]), 33)
         r2, _, heights, mean, chance = fit(runs, target, xs)
-        colors = "viridis_r" if target.startswith("val") else "viridis"
-        for ax, z, colors, title in zip(page.subplots(1, 2), (mean, chance / chance.max(1, keepdims=True)), (colors, "Greys"),
-                                        (f"{target} (R² {r2:.3f}; crosses overfit)", "chance to be the best alpha (highest = 1)")):
+        title, colors = f"{target} (R² {r2:.3f}; crosses overfit)", "viridis_r" if target.startswith("val") else "viridis"
+        panels = (mean, colors, title), (chance / chance.max(1, keepdims=True), "Greys", "chance to be the best alpha")
+        for ax, (z, colors, title) in zip(page.subplots(1, 2), panels):
             page.colorbar(ax.contourf(xs, heights, z.T, 20, cmap=colors), ax=ax)
             ax.set(xlabel="repetitions R", ylabel="alpha, the share of AR", title=title)
-            ax.set_xticks(ticks, Rs)
+            ax.set_xticks(np.log2(np.array(Rs, float)), Rs)
             ax.set_yticks(height(alphas), alphas)
             for r in runs:
                 ax.plot(*r["place"], "kx" if r.get("overfit") else "ko", mfc="none", clip_on=False)
-        page.savefig(out / f"{target}.png", dpi=80)
+        page.savefig(out / f"map_{target}.png", dpi=80)
     page = figure.Figure((1.5 + 3 * len(Rs), 6), layout="constrained")
     axes = page.subplots(2, len(Rs), squeeze=False, sharey="row")
     for (i, name), (j, R), alpha in product(enumerate(("AR", "MD")), enumerate(Rs), alphas):
-        seeds = np.array([r["curve"][1:] for r in runs if "curve" in r and (r["repetitions"], r["alpha"]) == (R, alpha)])
-        if len(seeds) and alpha != i:  # an objective that was not trained is not shown
-            tokens, losses, color = seeds[0, :, 0] / 1e6, seeds[..., 1 + i], colormaps["coolwarm"](height(alpha) / 12 + 0.5)
+        seeds = np.array([r["curve"] for r in runs if "curve" in r and (r["repetitions"], r["alpha"]) == (R, alpha)])
+        if len(seeds) and alpha != i:  # an objective that was not trained is not shown, nor the loss before training
+            tokens, losses, color = seeds[0, 1:, 0] / 1e6, seeds[:, 1:, 1 + i], colormaps["coolwarm"](height(alpha) / 12 + 0.5)
             axes[i, j].plot(tokens, losses.mean(0), color=color, label=f"alpha {alpha}")
             axes[i, j].fill_between(tokens, losses.min(0), losses.max(0), color=color, alpha=0.3)  # over seeds
+            axes[i, j].legend()
         axes[i, j].set(title=f"R = {R}", xlabel="tokens seen, millions", ylabel=f"held-out {name} loss, nats/token")
-        axes[i, -1].legend()
     page.savefig(out / "curves.png", dpi=80)
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,16 +117,15 @@ if __name__ == "__main__":
     for flag, default, text in (
             ("results", Path("out/sweep/results.jsonl"), "runs are kept beside it"), ("config", "config/tiny.py", "of runs"),
             ("repetitions", "8,16,32,64", "to run"), ("alphas", "0,1/8,1/2,7/8,1", "to run"), ("seeds", "1", "to run"),
-            ("jobs", 1, "runs at a time"), ("eval", "", "flags of eval.py for each run, '--tasks heldout --modes ar,prefix'"),
-            ("target", "val_ar,val_md", "columns"), ("json", Path(os.devnull), "of the fit"), ("out", Path("assets"), "of PNGs")):
+            ("jobs", 1, "runs at a time"), ("eval", "", "flags of eval.py after a run: '--tasks heldout --modes ar,prefix'"),
+            ("target", "val_ar,val_md", "columns"), ("json", Path(os.devnull), "of the fit"), ("out", Path("assets"), "")):
         parser.add_argument("--" + flag, default=default, type=type(default), help=f"{text} ({default})")
     args, settings = parser.parse_known_args()
     runs = read(args.results)
-    Rs = sorted({r["repetitions"] for r in runs})
     if args.command == "run":
         try:
-            grid = product(*([kind(x) for x in text.split(",")] for kind, text in (
-                (int, args.repetitions), (Fraction, args.alphas), (int, args.seeds))))
+            texts = (int, args.repetitions), (Fraction, args.alphas), (int, args.seeds)
+            grid = [*product(*([kind(x) for x in text.split(",")] for kind, text in texts))]
         except (ValueError, ZeroDivisionError) as error:
             die(f"--repetitions, --alphas and --seeds take numbers with commas between them: {error}")
         todo = [run for run in grid if run not in {(r["repetitions"], r["alpha"], r.get("seed")) for r in runs}]
@@ -145,15 +138,15 @@ if __name__ == "__main__":
     elif args.command == "plot":
         args.out.mkdir(parents=True, exist_ok=True)
         plot(runs, args.target.split(","), args.out)
-    else:
-        for target in args.target.split(","):
-            r2, kernel, heights, _, chances = fit(runs, target, np.log2(np.array(Rs, float)))
-            print(f"{target}: R^2 {r2:.4f}, kernel {kernel}\n   R   alpha      90%      alpha*R  paper's rule")
-            report = {"target": target, "r2": r2, "kernel": str(kernel), "optimal": []}
-            for R, chance in zip(map(float, Rs), chances):
-                order = np.argsort(-chance, kind="stable")  # the smallest set of alphas that holds 90%, the likeliest first
-                odds = 2 ** heights[order[:1 + np.searchsorted(np.cumsum(chance[order]), 0.9)]]
-                a = (odds * 65 / 64 - 1 / 64) / (1 + odds)
-                report["optimal"].append({"repetitions": R, "alpha": a[0], "low": a.min(), "high": a.max()})
-                print(f"{R:4g}   {a[0]:.3f}  {a.min():.3f}-{a.max():.3f} {R * a[0]:8.1f}   {min(63 / 64, 16 / R):.3f}")
+    for target in args.target.split(",") if args.command == "fit" else []:
+        Rs = sorted({float(r["repetitions"]) for r in runs})
+        r2, kernel, heights, _, chances = fit(runs, target, np.log2(Rs))
+        print(f"{target}: R^2 {r2:.4f}, kernel {kernel}\n   R   alpha      90%      alpha*R  paper's rule")
+        report = {"target": target, "r2": r2, "kernel": str(kernel), "optimal": []}
+        for R, chance in zip(Rs, chances):
+            order = np.argsort(-chance, kind="stable")  # the smallest set of alphas that holds 90%, the likeliest first
+            odds = 2 ** heights[order[:1 + np.searchsorted(np.cumsum(chance[order]), 0.9)]]
+            a = (odds * 65 / 64 - 1 / 64) / (1 + odds)
+            report["optimal"].append({"repetitions": R, "alpha": a[0], "low": a.min(), "high": a.max()})
+            print(f"{R:4g}   {a[0]:.3f}  {a.min():.3f}-{a.max():.3f} {R * a[0]:8.1f}   {min(63 / 64, 16 / R):.3f}")
         args.json.write_text(json.dumps(report, indent=1))

@@ -84,7 +84,7 @@ def test_the_figures_are_drawn(tmp_path, call):
     rows = [r | {"curve": [[0, 7, 7], [1000, 5, 5], [2000, r["val_ar"], 5]]} for r in surface()]
     results = write_results(tmp_path / "r.jsonl", rows)
     call("plot", "--results", results, "--out", str(tmp_path / "png"), "--target", "val_ar")
-    for name in ("val_ar.png", "curves.png"):
+    for name in ("map_val_ar.png", "curves.png"):
         data = (tmp_path / "png" / name).read_bytes()
         assert data.startswith(b"\x89PNG") and 5_000 < len(data) < 150_000
 
