@@ -11,6 +11,7 @@ results is a run: repetitions, alpha and any numbers, of which val_* should be l
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from configurator import die, suggest
 
 def height(alpha):
-    """log2 of the odds AR : MD: a step halves a share, as a step of log2 R halves the data. 1/64 keeps 0 and 1 finite."""
+    """log2 of the odds of AR: a step halves a share, as a step of log2 R halves the data; 1/64 keeps 0, 1 finite."""
     return np.log2((np.array(alpha, float) + 1 / 64) / (1 - np.array(alpha, float) + 1 / 64))
 
 def read(path):
@@ -47,7 +48,8 @@ def train(args, settings, R, alpha, seed):
                  f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"],
                 ["eval.py", f"--ckpt={folder}", f"--json={folder}/eval.json", *args.eval.split()]]
     for script, *flags in commands if args.eval else commands[:1]:
-        child = subprocess.run([sys.executable, Path(__file__).parent / script, *flags], stdout=-1, stderr=-2, text=True)
+        command = [sys.executable, Path(__file__).parent / script, *flags]
+        child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if child.returncode:
             raise ChildProcessError(f"{folder}: {['killed', *child.stdout.splitlines()][-1].removeprefix('error: ')}")
     records = [r for r in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if "val_ar" in r]
@@ -63,7 +65,7 @@ def train(args, settings, R, alpha, seed):
         f.write(json.dumps(line) + "\n")
 
 def fit(runs, target, xs, n=65):
-    """The paper's model of a column: R^2, kernel, heights (n,); at each log2 R and height the mean, the chance to be best."""
+    """The paper's model of a column: R^2, kernel, n heights; at each log2 R and height the mean, the chance to win."""
     names = sorted({k for r in runs for k, v in r.items() if type(v) in (int, float)} - {"seed"})
     runs = [r for r in runs if type(r.get(target)) in (int, float)]
     if len(runs) < 5 or len({r["alpha"] for r in runs}) < 2:
@@ -83,42 +85,42 @@ def fit(runs, target, xs, n=65):
     return r2, kernel, heights, np.array([gp.predict(p) for p in points]), chances
 
 def plot(runs, targets, out):
-    """As PNG, a map of each target; and held-out losses over training, low alpha blue, high alpha red."""
+    """PNGs: a map of each target, crosses overfitted; held-out losses over training, low alpha blue, high alpha red."""
     from matplotlib import colormaps, figure
     Rs, alphas = (sorted({r[k] for r in runs}) for k in ("repetitions", "alpha"))
+    ticks = np.log2(np.array(Rs, float))
     for target in targets if len(Rs) > 1 else []:
-        page, xs = figure.Figure((10, 4), layout="constrained"), np.linspace(*np.log2([float(Rs[0]), float(Rs[-1])]), 33)
+        page, xs = figure.Figure((10, 4), layout="constrained"), np.linspace(ticks[0], ticks[-1], 33)
         r2, _, heights, mean, chance = fit(runs, target, xs)
-        title, colors = f"{target} (R² {r2:.3f}; crosses overfit)", "viridis_r" if target.startswith("val") else "viridis"
-        panels = (mean, colors, title), (chance / chance.max(1, keepdims=True), "Greys", "chance to be the best alpha")
-        for ax, (z, colors, title) in zip(page.subplots(1, 2), panels):
-            page.colorbar(ax.contourf(xs, heights, z.T, 20, cmap=colors), ax=ax)
-            ax.set(xlabel="repetitions R", ylabel="alpha, the share of AR", title=title)
-            ax.set_xticks(np.log2(np.array(Rs, float)), Rs)
-            ax.set_yticks(height(alphas), alphas)
+        colors = "viridis_r" if target.startswith("val") else "viridis"
+        for ax, z, colors, label in zip(page.subplots(1, 2), (mean, chance), (colors, "Greys"),
+                                        (f"{target} (R² {r2:.3f})", f"chance of the best alpha, by {target}")):
+            page.colorbar(ax.contourf(xs, heights, z.T, 20, cmap=colors), ax=ax, label=label)
+            ax.set(xticks=ticks, xticklabels=Rs, yticks=height(alphas), yticklabels=alphas,
+                   xlabel="repetitions R", ylabel="alpha, the share of AR")
             for r in runs:
                 ax.plot(*r["place"], "kx" if r.get("overfit") else "ko", mfc="none", clip_on=False)
         page.savefig(out / f"map_{target}.png", dpi=80)
     page = figure.Figure((1.5 + 3 * len(Rs), 6), layout="constrained")
     axes = page.subplots(2, len(Rs), squeeze=False, sharey="row")
-    for (i, name), (j, R), alpha in product(enumerate(("AR", "MD")), enumerate(Rs), alphas):
-        seeds = np.array([r["curve"] for r in runs if "curve" in r and (r["repetitions"], r["alpha"]) == (R, alpha)])
-        if len(seeds) and alpha != i:  # an objective that was not trained is not shown, nor the loss before training
-            tokens, losses, color = seeds[0, 1:, 0] / 1e6, seeds[:, 1:, 1 + i], colormaps["coolwarm"](height(alpha) / 12 + 0.5)
-            axes[i, j].plot(tokens, losses.mean(0), color=color, label=f"alpha {alpha}")
-            axes[i, j].fill_between(tokens, losses.min(0), losses.max(0), color=color, alpha=0.3)  # over seeds
-            axes[i, j].legend()
-        axes[i, j].set(title=f"R = {R}", xlabel="tokens seen, millions", ylabel=f"held-out {name} loss, nats/token")
+    for r, (i, name) in product(sorted(runs, key=lambda r: r["alpha"]), enumerate(("AR", "MD"))):
+        ax, curve = axes[i, Rs.index(r["repetitions"])], np.array(r.get("curve", []))[1:]
+        if len(curve) and r["alpha"] != i:  # an objective that was not trained is not shown
+            label, color = f"alpha {r['alpha']}", colormaps["turbo"](r["place"][1] / 14 + 0.5)
+            label = None if label in ax.get_legend_handles_labels()[1] else label  # of another seed
+            ax.plot(curve[:, 0] / 1e6, curve[:, 1 + i], color=color, label=label)
+            ax.set(title=f"R = {r['repetitions']}", xlabel="tokens seen, millions", ylabel=f"held-out {name} loss")
+            ax.legend()
     page.savefig(out / "curves.png", dpi=80)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "fit", "plot"])
     for flag, default, text in (
-            ("results", Path("out/sweep/results.jsonl"), "runs are kept beside it"), ("config", "config/tiny.py", "of runs"),
+            ("results", Path("out/sweep/results.jsonl"), "the runs lie beside it"), ("config", "config/tiny.py", ""),
             ("repetitions", "8,16,32,64", "to run"), ("alphas", "0,1/8,1/2,7/8,1", "to run"), ("seeds", "1", "to run"),
-            ("jobs", 1, "runs at a time"), ("eval", "", "flags of eval.py after a run: '--tasks heldout --modes ar,prefix'"),
-            ("target", "val_ar,val_md", "columns"), ("json", Path(os.devnull), "of the fit"), ("out", Path("assets"), "")):
+            ("jobs", 1, "runs at a time"), ("eval", "", "eval.py, flags: '--tasks heldout --modes ar,prefix'"),
+            ("target", "val_ar,val_md", ""), ("json", Path(os.devnull), "of fit"), ("out", Path("assets"), "of plot")):
         parser.add_argument("--" + flag, default=default, type=type(default), help=f"{text} ({default})")
     args, settings = parser.parse_known_args()
     runs = read(args.results)
@@ -131,6 +133,7 @@ if __name__ == "__main__":
         todo = [run for run in grid if run not in {(r["repetitions"], r["alpha"], r.get("seed")) for r in runs}]
         args.results.parent.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the runs too: they save and end, and so do we
         with ThreadPoolExecutor(args.jobs) as pool:  # a run that fails cancels those that have not begun
             list(tqdm(pool.map(lambda run: train(args, settings, *run), todo), "runs", len(todo)))
     elif settings or not runs:
