@@ -34,10 +34,9 @@ def read(path):
     for n, line in enumerate(runs):
         try:  # alpha may be 0.875 or "7/8"
             R, alpha = (Fraction(str(json.loads(line)[k])).limit_denominator(4096) for k in ("repetitions", "alpha"))
-            if R <= 0 or not 0 <= alpha <= 1:
-                raise ValueError("out of range")
+            assert R > 0 and 0 <= alpha <= 1, "a number is out of range"
             runs[n] = json.loads(line) | {"repetitions": R, "alpha": alpha, "place": (np.log2(float(R)), height(alpha))}
-        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        except (ValueError, KeyError, TypeError, ZeroDivisionError, AssertionError) as error:
             die(f"{path}, line {n + 1} is no run with repetitions and alpha ({type(error).__name__}: {error})")
     return runs
 
@@ -46,20 +45,23 @@ def train(args, settings, R, alpha, seed):
     folder = args.results.parent / f"R{R}_a{str(alpha).replace('/', '_')}_s{seed}"
     commands = [["train.py", args.config, *settings, f"--repetitions={R}", f"--alpha={alpha}", f"--seed={seed}",
                  f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"],
-                ["eval.py", f"--ckpt={folder}", f"--json={folder}/eval.json", *args.eval.split()]]
+                ["eval.py", *args.eval.split(), f"--ckpt={folder}", f"--json={folder}/eval.json",
+                 f"--dump={folder}/eval.jsonl"]]
     for script, *flags in commands if args.eval else commands[:1]:
         command = [sys.executable, Path(__file__).parent / script, *flags]
         child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if child.returncode:
             raise ChildProcessError(f"{folder}: {['killed', *child.stdout.splitlines()][-1].removeprefix('error: ')}")
-    records = [r for r in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if "val_ar" in r]
+    records = [r for r in map(json.loads, open(folder / "log.jsonl")) if "val_ar" in r]
     line = {"repetitions": R, "alpha": float(alpha), "seed": seed}
     line |= {k: records[-1][k] for k in ("val_ar", "val_md", "overfit")}
     if args.eval:
-        report = json.loads((folder / "eval.json").read_text())
-        scores = report["average"] or {k: v["normalized"] for k, v in report["tasks"]["heldout"].items()}
+        # the paper's average in percent; of `heldout` alone, the log-likelihood of a right completion in nats
+        scores = {k: 100 * v for k, v in json.load(open(folder / "eval.json"))["average"].items()}
+        right = [r for r in map(json.loads, open(folder / "eval.jsonl")) if r["choice"] == r["gold"]]
+        scores = scores or {k: sum(r[k] for r in right) / len(right) for k in ("ar", "prefix") if k in right[0]}
         scores["prefix_minus_ar"] = scores.get("prefix", 0) - scores.get("ar", 0)
-        line |= {f"score_{k}": 100 * scores[k] for k in ("ar", "prefix", "prefix_minus_ar", "pll") if k in scores}
+        line |= {f"score_{k}": scores[k] for k in ("ar", "prefix", "prefix_minus_ar", "pll") if k in scores}
     line["curve"] = [[r["tokens"], round(r["val_ar"], 4), round(r["val_md"], 4)] for r in records]
     with open(args.results, "a") as f:  # in one write: the whole line or nothing
         f.write(json.dumps(line) + "\n")

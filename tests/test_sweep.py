@@ -99,7 +99,8 @@ def test_a_grid_is_trained_once(corpus, tmp_path):
     record = json.loads(first)
     log = [json.loads(line) for line in open(tmp_path / "out/R2_a1_2_s1/log.jsonl")]
     assert {k: record[k] for k in ("val_ar", "val_md", "overfit")} == {k: log[-1][k] for k in ("val_ar", "val_md", "overfit")}
-    assert (record["repetitions"], record["alpha"], record["seed"]) == (2, 0.5, 1) and {"score_ar", "score_prefix"} <= {*record}
+    assert (record["repetitions"], record["alpha"], record["seed"]) == (2, 0.5, 1) and record["score_ar"] < 0
+    assert record["score_prefix_minus_ar"] == record["score_prefix"] - record["score_ar"]
     assert len(record["curve"]) == 4 and record["curve"][-1][0] == log[-1]["tokens"]
     output = run(*command, "--alphas", "0,1/2", cwd=tmp_path)
     second = (tmp_path / "out/r.jsonl").read_text()
