@@ -103,15 +103,15 @@ def plot(runs, targets, out):
             for r in runs:
                 ax.plot(*r["place"], "kx" if r.get("overfit") else "ko", mfc="none", clip_on=False)
         page.savefig(out / f"map_{target}.png", dpi=80)
-    page = figure.Figure((1.5 + 3 * len(Rs), 6), layout="constrained")
-    axes = page.subplots(2, len(Rs), squeeze=False, sharey="row")
+    page = figure.Figure((9, 0.6 + 3 * len(Rs)), layout="constrained")
+    axes = page.subplots(len(Rs), 2, squeeze=False)
     for r, (i, name) in product(sorted(runs, key=lambda r: r["alpha"]), enumerate(("AR", "MD"))):
-        ax, curve = axes[i, Rs.index(r["repetitions"])], np.array(r.get("curve", []))[1:]
+        ax, curve = axes[Rs.index(r["repetitions"]), i], np.array(r.get("curve", []))[1:]
         if len(curve) and r["alpha"] != i:  # an objective that was not trained is not shown
             label, color = f"alpha {r['alpha']}", colormaps["turbo"](r["place"][1] / 14 + 0.5)
             label = None if label in ax.get_legend_handles_labels()[1] else label  # of another seed
             ax.plot(curve[:, 0] / 1e6, curve[:, 1 + i], color=color, label=label)
-            ax.set(title=f"R = {r['repetitions']}", xlabel="tokens seen, millions", ylabel=f"held-out {name} loss")
+            ax.set(title=f"R = {r['repetitions']}", xlabel="million tokens", ylabel=f"held-out {name} loss, nats/token")
             ax.legend()
     page.savefig(out / "curves.png", dpi=80)
 
