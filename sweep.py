@@ -8,13 +8,7 @@ Which alpha is best for R repetitions? Train a grid of runs, fit the paper's Gau
 `run` hands flags that it does not know (--max_steps=300) to train.py; after a stop the same command goes on. A line of
 results is a run: repetitions, alpha and any numbers, of which val_* should be low, all others high.
 """
-import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
-import warnings
+import argparse, json, os, subprocess, sys, warnings
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import product
@@ -68,10 +62,9 @@ def train(args, settings, R, alpha, seed):
 
 def fit(runs, target, xs, n=65):
     """The paper's model of a column: R^2, kernel, n heights; at each log2 R and height the mean, the chance to win."""
-    names = sorted({k for r in runs for k, v in r.items() if type(v) in (int, float)} - {"seed"})
-    runs = [r for r in runs if type(r.get(target)) in (int, float)]
+    names, runs = {k for r in runs for k in r}, [r for r in runs if type(r.get(target)) in (int, float)]
     if len(runs) < 5 or len({r["alpha"] for r in runs}) < 2:
-        here = f"; {len(runs)} runs have it" if target in names else suggest(target, names)
+        here = f"; {len(runs)} runs have it" if target in names else suggest(target, sorted(names))
         die(f"a fit needs 5 runs and 2 alphas with a number '{target}'{here}")
     from sklearn.gaussian_process import GaussianProcessRegressor, kernels
     warnings.simplefilter("ignore")  # scikit-learn names every parameter that ends at its bound
@@ -103,8 +96,7 @@ def plot(runs, targets, out):
             for r in runs:
                 ax.plot(*r["place"], "kx" if r.get("overfit") else "ko", mfc="none", clip_on=False)
         page.savefig(out / f"map_{target}.png", dpi=80)
-    page = figure.Figure((9, 0.6 + 3 * len(Rs)), layout="constrained")
-    axes = page.subplots(len(Rs), 2, squeeze=False)
+    axes = (page := figure.Figure((9, 0.6 + 3 * len(Rs)), layout="constrained")).subplots(len(Rs), 2, squeeze=False)
     for r, (i, name) in product(sorted(runs, key=lambda r: r["alpha"]), enumerate(("AR", "MD"))):
         ax, curve = axes[Rs.index(r["repetitions"]), i], np.array(r.get("curve", []))[1:]
         if len(curve) and r["alpha"] != i:  # an objective that was not trained is not shown
@@ -134,9 +126,8 @@ if __name__ == "__main__":
             die(f"--repetitions, --alphas and --seeds take numbers with commas between them: {error}")
         todo = [run for run in grid if run not in {(r["repetitions"], r["alpha"], r.get("seed")) for r in runs}]
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the runs too: they save and end, and so do we
-        with ThreadPoolExecutor(args.jobs) as pool:  # a run that fails cancels those that have not begun
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // max(1, args.jobs))))
+        with ThreadPoolExecutor(max(1, args.jobs)) as pool:  # a failure or Ctrl-C cancels the runs that have not begun
             list(tqdm(pool.map(lambda run: train(args, settings, *run), todo), "runs", len(todo)))
     elif settings or not runs:
         die(f"{args.command} has no flag {settings[0]}" if settings else f"no runs in {args.results}")
