@@ -96,7 +96,7 @@ def plot(runs, targets, out):
             for r in runs:
                 ax.plot(*r["place"], "kx" if r.get("overfit") else "ko", mfc="none", clip_on=False)
         page.savefig(out / f"map_{target}.png", dpi=80)
-    axes = (page := figure.Figure((9, 0.6 + 3 * len(Rs)), layout="constrained")).subplots(len(Rs), 2, squeeze=False)
+    axes = (page := figure.Figure((9, 1 + 2.5 * len(Rs)), layout="constrained")).subplots(len(Rs), 2, squeeze=False)
     for r, (i, name) in product(sorted(runs, key=lambda r: r["alpha"]), enumerate(("AR", "MD"))):
         ax, curve = axes[Rs.index(r["repetitions"]), i], np.array(r.get("curve", []))[1:]
         if len(curve) and r["alpha"] != i:  # an objective that was not trained is not shown
@@ -105,7 +105,7 @@ def plot(runs, targets, out):
             ax.plot(curve[:, 0] / 1e6, curve[:, 1 + i], color=color, label=label)
             ax.set(title=f"R = {r['repetitions']}", xlabel="million tokens", ylabel=f"held-out {name} loss, nats/token")
             ax.legend()
-    page.savefig(out / "curves.png", dpi=80)
+    page.savefig(out / "curves.png", dpi=70)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
