@@ -127,7 +127,7 @@ def causal_reads(items, modes):
                 places = len(c) - 1, *range(len(row), len(row) + len(w) - 1)
                 reads += [(place, target, i) for place, target in zip(places, w) for i in users[w]]
                 row += [(token, segment, p) for p, token in enumerate(w[:-1], len(c))]
-            for mode in {"ar", "prefix"} & {*modes}:
+            for mode in (mode for mode in modes if mode in ("ar", "prefix")):
                 yield ((np.array(row, np.int32).tobytes(), len(c) * (mode == "prefix")),
                        [(place, target, modes.index(mode), i, 1.0) for place, target, i in reads])
 
@@ -233,7 +233,7 @@ if __name__ == "__main__":
         parser.add_argument("--" + flag, default=default, type=type(default), help=text)
     args = parser.parse_args()
     there = [task for task in TASKS if os.path.isdir(f"{args.data}/{task}")]
-    tasks = args.tasks.split(",") if args.tasks else there or ["heldout"]
+    tasks = args.tasks.split(",") if args.tasks else there or (["heldout"] if args.ckpt else [*TASKS][:9])
     asked = args.modes.split(",") + ["mc"] * (args.mc > 0)
     for kind, names, known in ("mode", asked, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):
         for name in set(names) - set(known):
