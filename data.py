@@ -10,6 +10,7 @@ import hashlib, json, os, pathlib, sys
 from fractions import Fraction
 
 import numpy as np
+from numpy.random import default_rng  # of a key: a generator that depends on it alone
 
 from configurator import die
 
@@ -18,10 +19,6 @@ BOS, MASK, N_SPECIAL = 1, 4, 16
 VERSION = 1
 FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
 SUBSET, EPOCH, COUNTS, MASKS = range(4)  # independent random streams
-
-def random(*key):
-    """A generator that depends on its key alone."""
-    return np.random.default_rng(key)
 
 def fingerprint(path, block=2 ** 20, blocks=256):
     """[size, hash]: of the whole file up to 256 MiB, of 256 evenly spaced MiB of a larger one, so quick at any size."""
@@ -65,11 +62,9 @@ def bytes_per_token(tokenizer):
     return table
 
 class Stream:
-    """
-    The windows of a run. Repetition R means: of the N windows in all, W = ceil(N / R) are unique. A seeded choice of
+    """The windows of a run. Repetition R means: of the N windows in all, W = ceil(N / R) are unique. A seeded choice of
     documents gives exactly W * T tokens (the last one is cut); every epoch permutes the documents anew, packs them into
-    one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>, and cuts it into W windows, read in shuffled order.
-    """
+    one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>, and cuts it into W windows, read in shuffled order."""
     def __init__(self, tokens, starts, s):
         T, N = s.seq_len, s.max_steps * s.batch_size
         self.tokens, self.T, self.W, self.seed, self.epoch = tokens, T, -(-N // s.repetitions), s.seed, None
@@ -77,14 +72,14 @@ class Stream:
             n = len(tokens) // T  # windows
             advice = f"raise repetitions to at least {-(-N // n)}" if n else f"less than one window of seq_len {T:,}"
             die(f"corpus has {len(tokens):,} tokens, this run needs {self.W * T:,}: {advice}")
-        order = random(s.seed, SUBSET).permutation(len(starts) - 1)
+        order = default_rng((s.seed, SUBSET)).permutation(len(starts) - 1)
         ends = np.cumsum((starts[1:] - starts[:-1]).astype(np.int64)[order])
         n = np.searchsorted(ends, self.W * T) + 1
         self.first = starts[order[:n]].astype(np.int64)  # where the chosen documents begin in the file
         self.length = np.diff(ends[:n - 1], prepend=0, append=self.W * T)
 
     def start_epoch(self, epoch):
-        self.epoch, generator = epoch, random(self.seed, EPOCH, epoch)
+        self.epoch, generator = epoch, default_rng((self.seed, EPOCH, epoch))
         documents = generator.permutation(len(self.first))
         self.bounds = np.append(0, np.cumsum(self.length[documents]))  # where each begins in the stream, and the end
         self.offset = self.first[np.append(documents, 0)] - self.bounds  # at the end <s>, as any document opens
@@ -100,7 +95,6 @@ class Stream:
         return self.tokens[places + self.offset[documents]].astype(np.int64)
 
 # ---- the two objectives: inputs and weights of a window; the targets of both are x0[1:], the project's one shift -----
-
 def is_ar(slot, alpha):
     """Slot `slot`, counted over all steps, runs AR; of any `den` in a row exactly `num` do, where alpha = num/den."""
     return slot * alpha.numerator % alpha.denominator < alpha.numerator
@@ -110,12 +104,10 @@ def ar_example(x0):
     return x0[:-1], np.full(len(x0) - 1, 1 / (len(x0) - 1))
 
 def md_example(x0, u, generator):
-    """
-    Eq. (4), per token: 1/M int_0^1 E[1/t sum of CE over the masked] dt, where t is the probability of each of M masks.
-    A set of k masks has weight int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)) in it: as if k were uniform on 1..M, the
-    set uniform given k, and the loss the mean CE over its k tokens. So we draw k, by u in [0, 1), and no t: exact, no
-    epsilon, less variance. Never masked: special tokens, x0[0] (nothing predicts it), x0[T] (it is not an input).
-    """
+    """Eq. (4), per token: 1/M int_0^1 E[1/t sum of CE over the masked] dt, where t is the probability of each mask.
+    A set of k of M masks has weight int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)) in it: as if k were uniform on 1..M,
+    the set uniform given k, and the loss the mean CE over its k tokens. So we draw k, by u in [0, 1), and no t: exact,
+    no epsilon, less variance. Never masked: special tokens, x0[0] (nothing predicts it), x0[T] (it is not an input)."""
     maskable = 1 + np.flatnonzero(x0[1:-1] >= N_SPECIAL)
     k = min(1 + int(u * len(maskable)), len(maskable))
     masked = generator.permutation(maskable)[:k]
@@ -139,9 +131,9 @@ def train_slot(stream, s, step, slot):
     if ar[slot]:
         examples = map(ar_example, windows)
     else:  # one jittered grid over [0, 1) for all MD sequences of the step, dealt out by a permutation
-        generator, n = random(s.seed, COUNTS, step), B * np.count_nonzero(~ar)
+        generator, n = default_rng((s.seed, COUNTS, step)), B * np.count_nonzero(~ar)
         u = ((generator.permutation(n) + generator.random()) / n).reshape(-1, B)[np.count_nonzero(~ar[:slot])]
-        examples = [md_example(x0, u[i], random(s.seed, MASKS, first + i)) for i, x0 in enumerate(windows)]
+        examples = [md_example(x0, u[i], default_rng((s.seed, MASKS, first + i))) for i, x0 in enumerate(windows)]
     x, y, w, prefix = collate(windows, examples, 0 if ar[slot] else s.seq_len, s.vocab_size)
     return x, y, w / np.float32(B), prefix, bool(ar[slot])
 
@@ -149,11 +141,11 @@ def val_batches(tokens, s):
     """Both objectives on the same held-out targets, the maskable ones; masks and grid are fixed, for every seed and
     user. Yields (ar batch, md batch), where a sequence's weights sum to its number of maskable targets M."""
     T, B, n = s.seq_len, s.micro_batch_size, min(s.eval_tokens, len(tokens) - 1) // s.seq_len
-    grid = (random(0, COUNTS).permutation(n) + 0.5) / n
+    grid = (default_rng((0, COUNTS)).permutation(n) + 0.5) / n
     for first in range(0, n, B):
         rows = range(first, first + B)  # the last batch is filled up with windows of weight 0
         windows = [tokens[i % n * T:i % n * T + T + 1].astype(np.int64) for i in rows]
         on = [np.append(x0[1:-1] >= N_SPECIAL, False) * (i < n) for i, x0 in zip(rows, windows)]
-        md = [md_example(x0, grid[i % n], random(0, MASKS, i)) for i, x0 in zip(rows, windows)]
+        md = [md_example(x0, grid[i % n], default_rng((0, MASKS, i))) for i, x0 in zip(rows, windows)]
         yield (collate(windows, [(x0[:-1], w) for x0, w in zip(windows, on)], 0, s.vocab_size),
                collate(windows, [(xt, w * m.sum()) for (xt, w), m in zip(md, on)], T, s.vocab_size))

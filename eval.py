@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import die, suggest
-from data import fingerprint, open_data, random
+from data import default_rng, fingerprint, open_data
 from model import BOS, MASK, load_model, make_mask
 
 TOKENS, PADDING = 2 ** 14 if torch.cuda.is_available() else 2 ** 9, 0.03  # of a batch, at most
@@ -24,7 +24,6 @@ PACK, CHUNK = 8, 2 ** 16  # completions in a row, rows planned at a time
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- the tasks: n documents in n_files raw release files; chance is the paper's random baseline ----------------------
-
 Task = collections.namedtuple("Task", "score chance n n_files file labels", defaults=("",))
 TASKS = {
     "arc_easy": Task("char", 1 / 4, 2376, 1, "ARC-Easy-Test.jsonl"),
@@ -89,14 +88,13 @@ def heldout(checkpoint, tokenizer, limit):
                 for i in range(start + 1, end - 3 * K + 1, 3 * K)]
     if checkpoint.get("data", meta["files"]) != meta["files"] or len(passages) < 4:
         die(f"{s.data_dir} is not what this checkpoint was trained on, or too short for heldout: choose other --tasks")
-    passages = random(0).permutation(passages).tolist()[:TASKS["heldout"].n]
+    passages = default_rng(0).permutation(passages).tolist()[:TASKS["heldout"].n]
     for doc, passage in enumerate(passages[:limit or None]):
         c, ends = passage[:2 * K], [passages[(doc + (i - doc) % 4) % len(passages)][2 * K:] for i in range(4)]
         context, *texts = tokenizer.decode_batch([c, *ends])
         yield Document(None, doc, context, texts, doc % 4, [c, *(c + w for w in ends)])
 
 # ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
-
 def make_items(documents, tokenizer, window, pmi, counts):
     """Items (context, completion, doc, choice): log p(completion | context) is to be found. One for each choice of each
     document and, with pmi, the same again given `Answer:`. A choice that repeats another one has its number."""
@@ -140,7 +138,7 @@ def masked_reads(items, modes, N, task):
         patterns = [(range(j, min(j + n, L)), [j], column, 1.0) for column, n in plls for j in range(L)]
         # mc: int_0^1 E[1/t sum of log p(w_i | c, w^t) over masked i] dt = E[L/k sum over k masked], k ~ U{1..L}, N
         # of them from one jittered grid; masks depend on (task, doc, choice): they are the same in both contexts of PMI
-        generator = random(1, list(TASKS).index(task), doc, choice)
+        generator = default_rng((1, list(TASKS).index(task), doc, choice))
         for column, u in enumerate((np.arange(N) + generator.random()) / max(N, 1), len(modes) - 1):
             masked = generator.permutation(L)[:min(1 + int(u * L), L)].tolist()
             patterns.append((masked, masked, column, L / len(masked)))
@@ -150,7 +148,6 @@ def masked_reads(items, modes, N, task):
             yield (xt.tobytes(), len(xt)), [(len(c) + j - 1, w[j], column, i, weight) for j in read]
 
 # ---- computing it ----------------------------------------------------------------------------------------------------
-
 @torch.inference_mode()
 def read_batch(model, rows, reads, scores):
     """One forward pass, with a dense mask (too many lengths to compile one); the head only where something is read."""

@@ -29,7 +29,6 @@ def make_mask(segments, positions, prefix):
     return rule(b[:, None, None, None], None, t[:, None], t)
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
-
 class Linear(nn.Module):
     def __init__(self, d_in, d_out, bias=False):
         super().__init__()
@@ -152,7 +151,6 @@ class HeadLoss(torch.autograd.Function):
         return dh.mul_(grad), dW.mul_(grad), None, None, None
 
 # ---- devices and checkpoints -----------------------------------------------------------------------------------------
-
 def choose_device(device, dtype):
     """The device and the type of the forward pass; bf16 is for CUDA: CPUs without it are hundreds of times slower."""
     has = [d for d in ("cuda", "mps") if getattr(torch, d).is_available()] + ["cpu"]

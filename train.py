@@ -21,7 +21,6 @@ from model import Transformer, choose_device, load_checkpoint
 from muon import Muon
 
 # ---- settings, device, ranks -----------------------------------------------------------------------------------------
-
 s = load_settings(sys.argv[1:], __doc__)
 if s.wandb:
     import wandb
@@ -51,7 +50,6 @@ def gather(row):
     return table.cpu()
 
 # ---- data and run directory ------------------------------------------------------------------------------------------
-
 data, meta = open_data(s.data_dir, s.vocab_size)
 stream, tokenizer, token_bytes = Stream(*data["train"], s), meta["tokenizer"], meta["token_bytes"]
 if len(data["val"][0]) <= s.seq_len:
@@ -77,7 +75,6 @@ if has_run and not resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume=True, or choose another --out_dir")
 
 # ---- model and optimizers --------------------------------------------------------------------------------------------
-
 torch.manual_seed(s.seed)
 model = Transformer(s, dtype).to(device)
 matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
@@ -90,7 +87,6 @@ if s.compile:
     model.hidden = torch.compile(model.hidden, dynamic=False)
 
 # ---- validation, checkpoints, resume ---------------------------------------------------------------------------------
-
 @torch.no_grad()
 def validate():
     """Both held-out losses, in nats per token and bits per byte; the same on any number of ranks."""
@@ -162,7 +158,6 @@ if s.wandb and rank == 0:
     wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
 
 # ---- the loop: one more round than steps, so that the last weights are evaluated and saved too -----------------------
-
 R, T, alpha, accumulation = s.repetitions, s.seq_len, Fraction(s.alpha), S // world
 say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {str(dtype)[6:]}; "
     f"{s.data_dir}: {stream.W * T:,} unique tokens x {R} repetitions")

@@ -15,7 +15,7 @@ import torch
 import eval as ev
 import model as model_py
 from conftest import ROOT, random_model, tiny_settings, torchrun
-from data import open_data, random
+from data import default_rng, open_data
 from model import BOS, MASK
 
 WORDS = ("rain sun moon tree river stone bird fish cloud sand wood fire ice wind leaf root star hill lake road door lamp cup "
@@ -133,7 +133,7 @@ def plain(model, mode, c, w, N=0, key=()):
     def hide(masked):
         return log_p(model, [MASK if q - m in masked else t for q, t in enumerate(c + w)], everything)
     if mode == "mc":
-        generator = random(*key)
+        generator = default_rng(key)
         jitter, total = generator.random(), 0
         for s in range(N):
             k = 1 + int((s + jitter) / N * L)
