@@ -210,7 +210,7 @@ if __name__ == "__main__":
             (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size must be from {N_SPECIAL + 256} to 65535"),
             (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
             (not args.input or args.out and not args.tasks, "--input needs --out data/NAME, and no --tasks"),
-            (not bad, f"no such file, or none of {' '.join(FORMATS)}: {bad[:1]}")):
+            (not bad, f"no such file, or none of {' '.join(FORMATS)}: {', '.join(bad)}")):
         if not holds:
             die(message)
     out = Path(args.out or ("data/tasks" if args.tasks else "data/pydocs"))
