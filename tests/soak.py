@@ -460,7 +460,7 @@ def make_readers(folder):
         content = packed.getvalue()
         (folder / f"archive{kind}").write_bytes(damaged(content, rng) if rng.random() < 0.5 else content)
         releases, tasks = prepare.RELEASES, evaluation.TASKS
-        prepare.RELEASES = {"openbookqa": {f"file://{folder}/archive{kind}": "Main/test.jsonl"}}
+        prepare.RELEASES = {"openbookqa": ("Main/test.jsonl", f"file://{folder}/archive{kind}")}
         evaluation.TASKS = {**tasks, "openbookqa": tasks["openbookqa"]._replace(n=3)}
         try:
             prepare.fetch_tasks(place / "tasks")
