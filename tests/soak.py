@@ -448,7 +448,7 @@ def make_readers(folder):
         rng.shuffle(members)
         with zipfile.ZipFile(packed, "w", 8) if kind == ".zip" else tarfile.open(fileobj=packed, mode="w") as archive:
             for name, what in members:
-                content = record * rng.choice((3, 3, 3, 2, 10 ** 4))
+                content = record * rng.choice((3, 3, 3, 2, 99))
                 if kind == ".zip":
                     with warnings.catch_warnings(action="ignore"):  # of a name that is there twice
                         archive.writestr(name, content)
