@@ -209,9 +209,9 @@ CASES = {
     "disk full": ([unfinished], RESUME | dict(limit=100_000), "could not write out/run/ckpt.pt at step 6"),
     "disk full from the start": ([unfinished], RESUME | dict(limit=0), "File too large"),
     # of other scripts
-    "prepare: no such file": ([], "prepare.py --input none.jsonl --out data/x", "no such file: none.jsonl"),
+    "prepare: no such file": ([], "prepare.py --input none.jsonl --out data/x", "none.jsonl"),
     "prepare: no folder named": ([write("a.txt", "a")], "prepare.py --input a.txt", "--out"),
-    "prepare: unknown format": ([write("a.pdf", "a")], "prepare.py --input a.pdf --out data/x", "a.pdf is none of .txt"),
+    "prepare: unknown format": ([write("a.pdf", "a")], "prepare.py --input a.pdf --out data/x", "none of .txt"),
     "prepare: vocabulary too small": ([], "prepare.py --vocab_size 100", "--vocab_size must be from 272 to 65535"),
     "prepare: all held out": ([], "prepare.py --val_fraction 1", "--val_fraction"),
     "prepare: empty": ([write("a.jsonl", "")], "prepare.py --input a.jsonl --out data/x", "none is left to train on"),
