@@ -2,7 +2,6 @@
 The data of a run, as pure functions: which tokens, in which order, under which objective, with which masks. Nothing
 depends on rank, number of devices or history: a run resumes anywhere from its step alone, and runs that differ in alpha
 see the same sequences.
-
 A prepared folder holds train.bin and val.bin (uint16 tokens; every document opens with <s>), train.idx and val.idx
 (uint64: where each document starts, and the end), tokenizer.json and meta.json (counts, sizes, hashes).
 """
@@ -11,7 +10,6 @@ from fractions import Fraction
 
 import numpy as np
 from numpy.random import default_rng  # of a key: a generator that depends on it alone
-
 from configurator import die
 
 # ids 0..15 are special in every tokenizer of this project; <s> opens each document, <mask> hides a token

@@ -14,7 +14,6 @@ import argparse, collections, csv, hashlib, itertools, json, os, pathlib, re, sy
 import numpy as np
 import torch
 from tqdm import tqdm
-
 from configurator import die, suggest
 from data import default_rng, fingerprint, open_data
 from model import BOS, MASK, load_model, make_mask

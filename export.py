@@ -8,7 +8,6 @@ import argparse, json, os, pathlib, re, shutil
 
 import tokenizers
 import torch
-
 from configurator import Settings, die
 from data import BOS, MASK, N_SPECIAL
 from model import Transformer, load_model

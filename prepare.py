@@ -18,7 +18,6 @@ import tiktoken
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
-
 from configurator import die
 from data import BOS, FILES, N_SPECIAL, VERSION, fingerprint
 

@@ -9,7 +9,6 @@ Text from a trained model, in each of the ways it can be read.
 import argparse, re, sys
 
 import torch
-
 from configurator import die
 from data import BOS, MASK, N_SPECIAL
 from model import load_model, make_mask

@@ -4,7 +4,6 @@ Which alpha is best for R repetitions? Train a grid of runs, fit the paper's Gau
     python sweep.py run --repetitions 8,16,32,64 --alphas 0,1/8,1/2,7/8,1 --config config/tiny.py --seeds 1,2 --jobs 2
     python sweep.py fit --results out/sweep/results.jsonl --target val_ar --json fit.json
     python sweep.py plot --results out/sweep/results.jsonl --out assets
-
 `run` hands flags that it does not know (--max_steps=300) to train.py; after a stop the same command goes on. A line of
 results is a run: repetitions, alpha and any numbers, of which val_* should be low, all others high.
 """
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
-
 from configurator import die, suggest
 
 def height(alpha):

@@ -14,7 +14,6 @@ from fractions import Fraction
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
 from configurator import FREE_ON_RESUME, die, load_settings
 from data import Stream, open_data, train_slot, val_batches
 from model import Transformer, choose_device, load_checkpoint
@@ -25,6 +24,8 @@ s = load_settings(sys.argv[1:], __doc__)
 if s.wandb:
     import wandb
 rank, local_rank, world = (int(os.environ.get(k, n)) for k, n in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+sys.stdout.reconfigure(line_buffering=True)
+say = print if rank == 0 else lambda text: None
 device, dtype = choose_device(s.device, s.dtype)
 S = s.batch_size // s.micro_batch_size  # slots in a step, each a micro-batch of one objective
 if S % world:
@@ -33,10 +34,6 @@ if device == "cuda":
     torch.cuda.set_device(local_rank)
 if world > 1:  # a rank that has waited this long for another gives up
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
-
-def say(text):
-    if rank == 0:
-        print(text, flush=True)
 
 def on_device(array):
     return torch.from_numpy(array).to(device, non_blocking=True)
