@@ -4,7 +4,6 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a byt
     python prepare.py                                                # Python's own documentation -> data/pydocs
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
     python prepare.py --tasks                                        # the nine sets that eval.py reads -> data/tasks
-
 Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
 They are streamed, once for each of three passes: memory grows by some 50 bytes per document, not with the text.
 """
