@@ -239,4 +239,4 @@ if not last:
     say(f"stopped by a signal at step {step}, saved; go on with --resume=True")
     sys.exit(128 + stopped)
 say(f"done, see {s.out_dir}. Next:\n  python eval.py --ckpt {s.out_dir}\n"
-    f"  python sample.py --ckpt {s.out_dir} --mode infill --prompt 'Return the <mask:3> of a list.'")
+    f"  python sample.py --ckpt {s.out_dir} --mode infill --prompt 'Return the<mask:3> of a list.'")
