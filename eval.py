@@ -149,15 +149,15 @@ def masked_reads(items, modes, N, task):
 # ---- computing it ----------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def read_batch(model, rows, reads, scores):
-    """One forward pass, with a dense mask (too many lengths to compile one); the head only where something is read."""
+    """One forward pass, with a dense mask (too many lengths to compile one), to the end only where it is read."""
     contents = [torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, 3) for content, _ in rows]
     x = torch.nn.utils.rnn.pad_sequence(contents, True, -1).long()  # (B, T, 3); padding is a segment of its own
     device, T = model.embed.weight.device, x.shape[1]
     mask = make_mask(x[..., 1], x[..., 2], torch.tensor([prefix for _, prefix in rows])).to(device)
-    h = model.hidden(x[..., 0].clamp(0).to(device), mask, x[..., 2].to(device)).flatten(0, 1)
     place, target, column, item, weight = zip(*((b * T + index, *r) for b, rs in enumerate(reads) for index, *r in rs))
-    place, back = np.unique(place, return_inverse=True)
-    logp = torch.log_softmax(model.head(h[place]).float(), -1)[back, target].cpu().double().numpy()
+    places, back = np.unique(place, return_inverse=True)
+    h = model.hidden(x[..., 0].clamp(0).to(device), mask, x[..., 2].to(device), None, torch.from_numpy(places))
+    logp = torch.log_softmax(model.head(h).float(), -1)[back, target].cpu().double().numpy()
     # in units of 2^-32, whose sums are exact: any number of ranks gives the same
     np.add.at(scores, (column, item), np.round(weight * logp * 2 ** 32) / 2 ** 32)
 

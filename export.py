@@ -32,7 +32,7 @@ def to_llama(ckpt, out):
     s, step = checkpoint["settings"], checkpoint["step"]
     if s.extra_head:
         die(f"{ckpt} has the head of the released models, which a Llama has not")
-    save_file({rename(k, 0): p for k, p in model.state_dict().items()}, out / "model.safetensors", {"format": "pt"})
+    save_file({rename(k, 0): p for k, p in checkpoint["model"].items()}, out / "model.safetensors", {"format": "pt"})
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", BOS)])
     tokenizer.save(str(out / "tokenizer.json"))
     ids = dict(bos_token_id=BOS, eos_token_id=BOS, pad_token_id=tokenizer.token_to_id("<pad>"))

@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.o = (Linear(s.n_embd, s.n_embd) for _ in range(4))
         self.gate, self.up, self.down = Linear(s.n_embd, s.n_ff), Linear(s.n_embd, s.n_ff), Linear(s.n_ff, s.n_embd)
 
-    def forward(self, x, cos, sin, mask, cache=None):
+    def forward(self, x, cos, sin, mask, cache=None, places=None):
         B, T, D = x.shape
         h = self.attention_norm(x)
         q, k, v = (f(h).view(B, T, self.n_head, -1).transpose(1, 2) for f in (self.q, self.k, self.v))  # (B, H, T, K)
@@ -70,7 +70,10 @@ class Block(nn.Module):
             k, v = cache[:, :, :, :S]
         sparse = isinstance(mask, BlockMask)
         y = flex_attention(q, k, v, block_mask=mask) if sparse else F.scaled_dot_product_attention(q, k, v, mask)
-        x = x + self.o(y.transpose(1, 2).reshape(B, T, D))
+        y = y.transpose(1, 2).reshape(B, T, D)
+        if places is not None:
+            x, y = x.flatten(0, 1)[places], y.flatten(0, 1)[places]
+        x = x + self.o(y)
         h = self.ff_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -93,14 +96,15 @@ class Transformer(nn.Module):
             initialize(inner * (1 / (2 * (i + 1))) ** 0.5, block.gate, block.up)
         initialize(outer, self.embed, self.head)
 
-    def hidden(self, tokens, mask, positions, cache=None):
+    def hidden(self, tokens, mask, positions, cache=None, places=None):
         """tokens (B, T), a mask of make_mask, positions (B or 1, T) -> hidden states (B, T, D); state i predicts token
         i + 1 in every mode (the paper's masked next-token prediction). With a cache (one tensor per block, for the keys
-        and values of S tokens) only the T newest tokens are given, and the last T rows of the mask."""
+        and values of S tokens) only the T newest tokens are given, and the last T rows of the mask. With places (n,) in
+        the flattened batch, only their states are computed to the end: (n, D)."""
         cos, sin = rotary(positions, self.head_width, self.rope_theta, self.dtype)
         x = self.embed(tokens).to(self.dtype)
-        for block, kept in zip(self.blocks, cache or [None] * len(self.blocks)):
-            x = block(x, cos, sin, mask, kept)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, mask, cache and cache[i], places if block is self.blocks[-1] else None)
         h = self.norm(x)
         return h if self.projection is None else F.gelu(self.projection(h), approximate="tanh")
 
@@ -174,6 +178,11 @@ def load_checkpoint(path):
             print(f"skipping {file}, it is damaged: {str(error).partition(chr(10))[0]}")
     die(f"no {'readable checkpoint in' if os.path.exists(path) else 'such checkpoint:'} {path}")
 
+def pack(linear):
+    """For use on a CPU: the weights in the layout of oneDNN, whose products of few tokens are twice as fast or more."""
+    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+    linear.forward = lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, linear.bias, "none", [], "")
+
 def load_model(path, device="auto", dtype="auto"):
     """A trained model ready for use, its tokenizer, and the checkpoint it came from (settings as an object)."""
     checkpoint = load_checkpoint(path)
@@ -188,4 +197,8 @@ def load_model(path, device="auto", dtype="auto"):
     except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
         die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({type(error).__name__}: {error})")
     tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
-    return model.to(device).eval(), tokenizer, checkpoint
+    model = model.to(device, dtype).eval()  # cast once, not at every use
+    if device == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        for layer in filter(lambda layer: isinstance(layer, Linear), model.modules()):
+            pack(layer)
+    return model, tokenizer, checkpoint

@@ -28,12 +28,6 @@ def draw(logits, g, s):
         p = torch.zeros_like(p).scatter(-1, order, high)
     return torch.multinomial(p, 1, generator=g)[:, 0].cpu()
 
-def prepare(model):
-    """For decoding: cast once, not at every step; tall matrices by columns, which a single vector passes faster."""
-    for p in model.to(model.dtype).parameters():
-        if p.ndim == 2 and len(p) > p.shape[1] and p is not model.embed.weight:
-            p.data = p.data.t().contiguous().t()
-
 def lay_out(rows, n_free, both_ways, device):
     """Rows -> tokens (B, S), mask (B, 1, S, S), positions (B, S): padding on the left, which is a segment of its own,
     and n_free places for new tokens on the right. Both hold <s>, which no text contains."""
@@ -97,7 +91,6 @@ if __name__ == "__main__":
     if least < 0 or s.seed >= 2 ** 63 or not (0 <= s.temperature < 1e6 and 0 < s.top_p <= 1):
         die("--length and --num_samples are at least 1, --top_p is a share up to 1, other numbers are at least 0")
     model, tokenizer, checkpoint = load_model(s.ckpt, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no fp64
-    prepare(model)
     rows, T, causal = [], checkpoint["settings"].seq_len, s.mode in ("ar", "prefix")
     try:
         for prompt in s.prompt or [open(s.prompt_file or 0, encoding="utf-8").read().removesuffix("\n")]:
