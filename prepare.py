@@ -68,14 +68,10 @@ def parse(raw):
 # ---- hashing, learning, encoding -------------------------------------------------------------------------------------
 def parallel(function, documents):
     """function of each document, in order, on all cores: threads will do, as tiktoken lets go of Python's lock."""
-    documents, waiting = iter(documents), []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for batch in iter(lambda: list(islice(documents, 16)), []):
-            waiting.append(pool.submit(lambda batch: list(map(function, batch)), batch))
-            if len(waiting) > 2 * os.cpu_count():  # so that memory does not grow with the text
-                yield from waiting.pop(0).result()
-        for future in waiting:
-            yield from future.result()
+    documents, n = iter(documents), os.cpu_count()
+    with ThreadPoolExecutor(n) as pool:
+        for batch in iter(lambda: list(islice(documents, 32 * n)), []):  # memory does not grow with the text
+            yield from pool.map(function, batch)
 
 def digest(raw):
     """The hash and the size in bytes of a document's text; malformed is what is not UTF-8 or no JSON with `text`."""
