@@ -130,8 +130,7 @@ def train_slot(stream, s, step, slot):
     return x, y, w / np.float32(B), prefix, bool(ar[slot])
 
 def val_batches(tokens, s):
-    """Both objectives on the same held-out targets, the maskable ones; masks and grid are fixed, for every seed and
-    user. Yields (ar batch, md batch), where a sequence's weights sum to its number of maskable targets M."""
+    """(ar, md) batches of the same maskable targets; a row's weights sum to their number; the masks never change."""
     T, B, n = s.seq_len, s.micro_batch_size, min(s.eval_tokens, len(tokens) - 1) // s.seq_len
     grid = (default_rng((0, COUNTS)).permutation(n) + 0.5) / n
     for first in range(0, n, B):
