@@ -1,7 +1,6 @@
 """
 The data of a run, as pure functions: which tokens, in which order, under which objective, with which masks. Nothing
-depends on rank, number of devices or history: a run resumes anywhere from its step alone, and runs that differ in alpha
-see the same sequences.
+depends on rank, number of devices or history: a run resumes from its step alone, and alpha changes no sequence.
 A prepared folder holds train.bin and val.bin (uint16 tokens; every document opens with <s>), train.idx and val.idx
 (uint64: where each document starts, and the end), tokenizer.json and meta.json (counts, sizes, hashes).
 """
@@ -12,8 +11,7 @@ import numpy as np
 from numpy.random import default_rng  # of a key: a generator that depends on it alone
 from configurator import die
 
-# ids 0..15 are special in every tokenizer of this project; <s> opens each document, <mask> hides a token
-BOS, MASK, N_SPECIAL = 1, 4, 16
+BOS, MASK, N_SPECIAL = 1, 4, 16  # <s> opens each document, <mask> hides a token; all ids below N_SPECIAL are special
 VERSION = 1
 FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
 SUBSET, EPOCH, COUNTS, MASKS = range(4)  # independent random streams
@@ -29,16 +27,11 @@ def fingerprint(path, block=2 ** 20, blocks=256):
 
 def open_data(data_dir, vocab_size):
     """{split: (tokens, starts)}, memory-mapped, and what meta.json says, after checking one against the other."""
-    if not os.path.isfile(f"{data_dir}/meta.json"):
-        files = "" if data_dir == "data/pydocs" else f" --input FILES --out {data_dir}"
-        die(f"no prepared data in {data_dir}; make it with: python prepare.py{files}")
     try:
         meta = json.loads(pathlib.Path(data_dir, "meta.json").read_bytes())
-        if meta["version"] != VERSION:
-            die(f"{data_dir} has format {meta['version']}, this code reads {VERSION}: run prepare.py again")
         for name in FILES:
-            if fingerprint(f"{data_dir}/{name}") != meta["files"][name]:
-                die(f"{data_dir}/{name} is not what meta.json describes (truncated, changed): run prepare.py again")
+            if meta["version"] != VERSION or fingerprint(f"{data_dir}/{name}") != meta["files"][name]:
+                die(f"{data_dir}/{name} is not what meta.json says, or not of format {VERSION}: run prepare.py again")
         if meta["vocab_size"] > vocab_size:
             die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
         kinds = (".bin", np.uint16), (".idx", np.uint64)
@@ -50,7 +43,8 @@ def open_data(data_dir, vocab_size):
         meta["token_bytes"] = bytes_per_token(meta["tokenizer"])
         return data, meta
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
-        die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
+        die(f"{data_dir} is not prepared, or damaged ({type(error).__name__}: {error}); "
+            f"make it with: python prepare.py [--input FILES --out {data_dir}]")
 
 def bytes_per_token(tokenizer):
     """(65536,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
@@ -136,8 +130,7 @@ def train_slot(stream, s, step, slot):
     return x, y, w / np.float32(B), prefix, bool(ar[slot])
 
 def val_batches(tokens, s):
-    """Both objectives on the same held-out targets, the maskable ones; masks and grid are fixed, for every seed and
-    user. Yields (ar batch, md batch), where a sequence's weights sum to its number of maskable targets M."""
+    """(ar, md) batches of the same maskable targets; a row's weights sum to their number; the masks never change."""
     T, B, n = s.seq_len, s.micro_batch_size, min(s.eval_tokens, len(tokens) - 1) // s.seq_len
     grid = (default_rng((0, COUNTS)).permutation(n) + 0.5) / n
     for first in range(0, n, B):

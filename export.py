@@ -36,10 +36,9 @@ def to_llama(ckpt, out):
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", BOS)])
     tokenizer.save(str(out / "tokenizer.json"))
     ids = dict(bos_token_id=BOS, eos_token_id=BOS, pad_token_id=tokenizer.token_to_id("<pad>"))
-    llama = dict(ids, architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="float32",
-                 vocab_size=s.vocab_size, hidden_size=s.n_embd, intermediate_size=s.n_ff, num_hidden_layers=s.n_layer,
-                 num_attention_heads=s.n_head, tie_word_embeddings=False, rms_norm_eps=s.norm_eps,
-                 rope_theta=s.rope_theta, max_position_embeddings=s.seq_len)
+    llama = dict(ids, architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=s.vocab_size,
+                 hidden_size=s.n_embd, intermediate_size=s.n_ff, num_hidden_layers=s.n_layer, rope_theta=s.rope_theta,
+                 num_attention_heads=s.n_head, max_position_embeddings=s.seq_len, rms_norm_eps=s.norm_eps)
     generation = dict(ids, suppress_tokens=[i for i in range(N_SPECIAL) if i != BOS])
     text = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<s>", pad_token="<pad>",
                 mask_token="<mask>", split_special_tokens=True, clean_up_tokenization_spaces=False,
@@ -49,24 +48,22 @@ def to_llama(ckpt, out):
     losses = ["Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token.\n".format(**record)
               for record in checkpoint.get("records", []) if "val_ar" in record]
     (out / "README.md").write_text(
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\nA Llama, trained by nanodual on "
-        f"autoregression (AR) and masked diffusion (MD): AR share alpha = {s.alpha}, R = {s.repetitions} repetitions, "
-        f"{step * s.batch_size * s.seq_len:,} tokens in {step} of {s.max_steps} steps.\n" + "".join(losses[-1:]))
+        f"A Llama trained by nanodual on autoregression (AR, a share alpha = {s.alpha}) and masked diffusion (MD): R = "
+        f"{s.repetitions} repetitions, {step * s.batch_size * s.seq_len:,} tokens.\n" + "".join(losses[-1:]))
 
 def from_official(file, out):
     """A checkpoint from a state dict of the paper's training code; neither of its readers executes what is in it."""
     state = load_file(file) if file.endswith(".safetensors") else torch.load(file, "cpu", weights_only=True)
-    tokenizer = tokenizers.Tokenizer.from_str(pathlib.Path(file).with_name("tokenizer.json").read_text("utf-8"))
+    bpe = tokenizers.Tokenizer.from_str(pathlib.Path(file).with_name("tokenizer.json").read_text("utf-8"))
     s = Settings(extra_head=True, ar_weight=2.0)
     with torch.device("meta"):
         model = Transformer(s)
     ours = {rename(name, 1): name for name in model.state_dict()}
     weights = {ours.get(re.sub(r"^((_orig_mod|module|model)\.)+", "", k), k): p.float() for k, p in state.items()}
     model.load_state_dict(weights, assign=True)  # refuses what is missing, unknown or of another shape
-    if len(weights) < len(state) or [tokenizer.token_to_id(token) for token in ("<s>", "<mask>")] != [BOS, MASK]:
+    if len(weights) < len(state) or [bpe.token_to_id(token) for token in ("<s>", "<mask>")] != [BOS, MASK]:
         die(f"{file} has a tensor twice, or the tokenizer.json next to it has not <s> as {BOS} and <mask> as {MASK}")
-    torch.save({"model": weights, "settings": vars(s), "step": s.max_steps, "tokenizer": tokenizer.to_str()},
-               out / "ckpt.pt")
+    torch.save({"model": weights, "settings": vars(s), "step": s.max_steps, "tokenizer": bpe.to_str()}, out / "ckpt.pt")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -29,8 +29,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 def embedded_corpus():
-    """English that every Python has, as JSON lines: its help topics, and one document per standard module made of the
-    module's distinct docstrings; read from source with ast, never imported."""
+    """Python's help topics, and the distinct docstrings of each standard module; read from source, never imported."""
     root, texts = os.path.dirname(os.__file__), []
     for folder, folders, _ in os.walk(root):
         folders[:] = sorted({*folders} - {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
@@ -69,14 +68,10 @@ def parse(raw):
 # ---- hashing, learning, encoding -------------------------------------------------------------------------------------
 def parallel(function, documents):
     """function of each document, in order, on all cores: threads will do, as tiktoken lets go of Python's lock."""
-    documents, waiting = iter(documents), []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for batch in iter(lambda: list(islice(documents, 16)), []):
-            waiting.append(pool.submit(lambda batch: list(map(function, batch)), batch))
-            if len(waiting) > 2 * os.cpu_count():  # so that memory does not grow with the text
-                yield from waiting.pop(0).result()
-        for future in waiting:
-            yield from future.result()
+    documents, n = iter(documents), os.cpu_count()
+    with ThreadPoolExecutor(n) as pool:
+        for batch in iter(lambda: list(islice(documents, 32 * n)), []):  # memory does not grow with the text
+            yield from pool.map(function, batch)
 
 def digest(raw):
     """The hash and the size in bytes of a document's text; malformed is what is not UTF-8 or no JSON with `text`."""
@@ -90,9 +85,8 @@ def digest(raw):
 def encoder(bpe, run=2 ** 13):
     """text -> tokens: those of `tokenizers`, by tiktoken, which is several times as fast."""
     # byte-level BPE spells a byte as a character: itself where that is visible, else the next one from 256 on
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    byte = dict(zip(sorted(ByteLevel.alphabet()), visible + sorted({*range(256)} - {*visible})))
-    ranks = {bytes(byte[c] for c in token): i for token, i in bpe.get_vocab().items() if i >= N_SPECIAL}
+    raw = dict(zip(sorted(ByteLevel.alphabet()), sorted(range(256), key=lambda b: b == 32 or not chr(b).isprintable())))
+    ranks = {bytes(raw[c] for c in token): i for token, i in bpe.get_vocab().items() if i >= N_SPECIAL}
     # tiktoken without any special token would look for the empty string, at every character: half as fast
     coder = tiktoken.Encoding("nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<unk>": 0})
 
@@ -139,7 +133,6 @@ def prepare(paths, source, out, vocab_size, val_fraction):
         for i, tokens in enumerate(parallel(lambda raw: np.append(np.uint16(BOS), encode(parse(raw))), documents)):
             (val_bin if val[i] else train_bin).write(tokens)
             lengths[i] = len(tokens)
-    speed = sizes.sum() / (time.time() - start) / 1e6
     meta = {"version": VERSION, "source": source, "vocab_size": bpe.get_vocab_size()}
     for split, part in (("train", ~val), ("val", val)):
         np.cumsum(np.append(np.uint64(0), lengths[part])).tofile(out / f"{split}.idx")
@@ -148,8 +141,8 @@ def prepare(paths, source, out, vocab_size, val_fraction):
     (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
     return (f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
             f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
-            f"{sizes.sum() / lengths.sum():.2f} bytes/token, BPE of {meta['vocab_size']:,}, encoded at {speed:.1f} "
-            f"MB/s; train.bin has hash {meta['files']['train.bin'][1]}")
+            f"{sizes.sum() / lengths.sum():.2f} bytes/token, {sizes.sum() / (time.time() - start) / 1e6:.1f} MB/s; "
+            f"train.bin has hash {meta['files']['train.bin'][1]}")
 
 # ---- the evaluation sets ---------------------------------------------------------------------------------------------
 AI2 = "https://ai2-public-datasets.s3.amazonaws.com"
@@ -204,25 +197,21 @@ if __name__ == "__main__":
     args = parser.parse_args()
     paths = [path for pattern in args.input for path in sorted(glob.glob(pattern, recursive=True)) or [pattern]]
     bad = [path for path in paths if path != "-" and not (os.path.isfile(path) and path.endswith(FORMATS))]
-    for holds, message in (
-            (N_SPECIAL + 256 <= args.vocab_size <= 65535, f"--vocab_size must be from {N_SPECIAL + 256} to 65535"),
-            (0 <= args.val_fraction < 1, "--val_fraction is a share of the documents, from 0 to less than 1"),
-            (not args.input or args.out and not args.tasks, "--input needs --out data/NAME, and no --tasks"),
-            (not bad, f"no such file, or none of {' '.join(FORMATS)}: {', '.join(bad)}")):
-        if not holds:
-            die(message)
+    if not (N_SPECIAL + 256 <= args.vocab_size <= 65535 and 0 <= args.val_fraction < 1):
+        die(f"--vocab_size must be from {N_SPECIAL + 256} to 65535, and --val_fraction a share from 0 to less than 1")
+    if args.input and (args.tasks or not args.out):
+        die("--input needs --out data/NAME, and no --tasks")
+    if bad:
+        die(f"no such file, or none of {' '.join(FORMATS)}: {', '.join(bad)}")
     out = Path(args.out or ("data/tasks" if args.tasks else "data/pydocs"))
     out.mkdir(parents=True, exist_ok=True)
     if args.tasks:
         sys.exit(fetch_tasks(out))
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
-        spool = os.path.join(folder, "spool.jsonl")
-        if not paths or "-" in paths:  # what is no file becomes one
-            with open(spool, "wb") as f:
-                f.writelines(sys.stdin.buffer if paths else embedded_corpus())
-        paths = [spool if path == "-" else path for path in paths or ["-"]]
-        source = args.input or f"documentation of Python {sys.version.split()[0]}"
-        report = prepare(paths, source, Path(folder), args.vocab_size, args.val_fraction)
+        with open(f"{folder}/spool.jsonl", "wb") as spool:  # what is no file becomes one
+            spool.writelines(embedded_corpus() if not paths else sys.stdin.buffer if "-" in paths else [])
+        paths = [spool.name if path == "-" else path for path in paths or ["-"]]
+        report = prepare(paths, args.input or f"Python {sys.version}", Path(folder), args.vocab_size, args.val_fraction)
         for name in (*FILES, "meta.json"):  # the last one vouches for the others
             os.replace(os.path.join(folder, name), out / name)
     print(f"{out}: {report}")
