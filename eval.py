@@ -6,8 +6,9 @@ Zero-shot multiple choice on the paper's nine tasks: one checkpoint, four ways t
     python eval.py --dump strings.jsonl                       # every string as rendered, no model needed
     torchrun --nproc_per_node=8 eval.py --ckpt out/run        # the same numbers, sooner
 
-Modes: ar (causal), prefix (bidirectional context), pll (pseudo log-likelihood, n masks), mc (Monte Carlo). `heldout` is
-a tenth task, of the validation split. After an interruption the same command goes on, from eval-HASH.json beside CKPT.
+Tasks: the folders in --data, or, if there are none, `heldout`, made of the validation split; --limit documents of each
+subtask. Modes: ar (causal), prefix (bidirectional context), pll (pseudo log-likelihood, n masks), mc (Monte Carlo, --mc
+draws or 256). After an interruption the same command goes on, from eval-HASH.json beside CKPT.
 """
 import argparse, collections, csv, hashlib, itertools, json, os, pathlib, re, sys
 
@@ -38,8 +39,7 @@ TASKS = {
 Document = collections.namedtuple("Document", "subtask doc context completions gold tokens", defaults=(None,))
 
 def render(task, r, tag):
-    """A record -> context, completions, index of the right one: the strings of OLMES, cloze form, no examples. `tag`
-    is the subtask or the label. A completion is one space and the choice, otherwise untouched."""
+    """A record -> context, completions, index of the right one: as OLMES has them. `tag`: the subtask or the label."""
     if task == "blimp":  # as a training document begins, right after <s>
         return "", [r["sentence_good"], r["sentence_bad"]], 0
     if task == "hellaswag":
@@ -88,10 +88,9 @@ def heldout(checkpoint, tokenizer, limit):
     if checkpoint.get("data", meta["files"]) != meta["files"] or len(passages) < 4:
         die(f"{s.data_dir} is not what this checkpoint was trained on, or too short for heldout: choose other --tasks")
     passages = default_rng(0).permutation(passages).tolist()[:TASKS["heldout"].n]
-    for doc, passage in enumerate(passages[:limit or None]):
-        c, ends = passage[:2 * K], [passages[(doc + (i - doc) % 4) % len(passages)][2 * K:] for i in range(4)]
-        context, *texts = tokenizer.decode_batch([c, *ends])
-        yield Document(None, doc, context, texts, doc % 4, [c, *(c + w for w in ends)])
+    for n, passage in enumerate(passages[:limit or None]):
+        c, ends = passage[:2 * K], [passages[(n + (i - n) % 4) % len(passages)][2 * K:] for i in range(4)]
+        yield Document(None, n, tokenizer.decode(c), tokenizer.decode_batch(ends), n % 4, [c, *(c + w for w in ends)])
 
 # ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
 def make_items(documents, tokenizer, window, pmi, counts):
@@ -191,8 +190,7 @@ def score(model, task, modes, items, N, counts):
     return values
 
 def judge(name, documents, values):
-    """The accuracy of a mode: the share of documents whose right choice scores highest, the first of equals; averaged
-    over subtasks, if there are any; and normalised, (x - r) / (1 - r) with r the accuracy of chance."""
+    """The accuracy of a mode: the highest score is the choice, the first of equals; subtasks have the same weight."""
     task, hits, ends = TASKS[name], collections.defaultdict(list), np.cumsum([len(d.completions) for d in documents])
     for d, (given, *unconditional) in zip(documents, np.split(np.reshape(values, (-1, ends[-1])), ends, axis=1)):
         # PMI(w) = sum_i log p(w_i | c, w_<i) / p(w_i | u, w_<i), u = Answer:
@@ -205,8 +203,7 @@ def judge(name, documents, values):
 def write(path, lines):
     """To a temporary name, then renamed: there is all of it or nothing."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.{rank}", "w", encoding="utf-8") as file:
-        file.writelines(lines)
+    pathlib.Path(f"{path}.{rank}").write_text("".join(lines), "utf-8")
     os.replace(f"{path}.{rank}", path)
 
 def dump(documents, values):
@@ -221,41 +218,33 @@ def dump(documents, values):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default, text in (
-            ("ckpt", "", "file or run directory"), ("tasks", "", "default: all in --data; heldout if there are none"),
-            ("data", "data/tasks", "a folder for each task"), ("modes", "ar,prefix,pll", "also: mc"),
-            ("pll", "1,6", "numbers of masks"), ("mc", 0, "mode mc, so many draws (256)"),
-            ("limit", 0, "documents per subtask"), ("json", "", "results file"), ("dump", "", "strings and scores")):
-        parser.add_argument("--" + flag, default=default, type=type(default), help=text)
+    for flag, default in dict(ckpt="", tasks="", data="data/tasks", modes="ar,prefix,pll", pll="1,6", mc=0, limit=0,
+                              json="", dump="").items():
+        parser.add_argument("--" + flag, default=default, type=type(default), help=f"({default})" if default else None)
     args = parser.parse_args()
-    there = [task for task in TASKS if os.path.isdir(f"{args.data}/{task}")]
-    tasks = args.tasks.split(",") if args.tasks else there or (["heldout"] if args.ckpt else [*TASKS][:9])
+    tasks = (args.tasks or ",".join(t for t in TASKS if os.path.isdir(f"{args.data}/{t}")) or "heldout").split(",")
     asked = args.modes.split(",") + ["mc"] * (args.mc > 0)
     for kind, names, known in ("mode", asked, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):
         for name in set(names) - set(known):
             die(f"no {kind} named '{name}'{suggest(name, known)}")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll) or min(args.mc, args.limit) < 0:
         die("--pll takes numbers of masks such as 1,6; --mc and --limit take a number from 0")
-    if not args.ckpt and (not args.dump or "heldout" in tasks):
-        die("give a checkpoint with --ckpt; only --dump, without heldout, needs none")
     documents = {name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"}
-    if not args.ckpt:
+    if args.dump and not args.ckpt and "heldout" not in tasks:
         sys.exit(write(args.dump, dump(documents, {})))
 
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    model, tokenizer, checkpoint = load_model(args.ckpt)
-    if "heldout" in tasks:
-        documents["heldout"] = list(heldout(checkpoint, tokenizer, args.limit))
+    model, tokenizer, checkpoint = load_model(args.ckpt or die("give --ckpt; --dump of tasks in --data needs none"))
+    documents |= {name: list(heldout(checkpoint, tokenizer, args.limit)) for name in tasks if name == "heldout"}
     plls = [f"pll{n}" for n in sorted({*map(int, args.pll.split(","))})] * ("pll" in asked)
     modes = [mode for mode in ("ar", "prefix") if mode in asked] + plls + ["mc"] * ("mc" in asked)
     N, window, counts = (args.mc or 256) * ("mc" in asked), checkpoint["settings"].seq_len, collections.Counter()
 
     # what an earlier run of this command has left: same code, checkpoint, strings and flags
-    path = pathlib.Path(args.ckpt)
-    files = [fingerprint(file) for file in [__file__, *(sorted(path.glob("*.pt")) or [path])]]
-    key = repr((files, documents, modes, N)).encode()
-    kept = (path if path.is_dir() else path.parent) / f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
+    files = sorted(pathlib.Path(args.ckpt).glob("*.pt")) or [pathlib.Path(args.ckpt)]
+    key = repr(([fingerprint(file) for file in (__file__, *files)], documents, modes, N)).encode()
+    kept = files[0].with_name(f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json")
     values, results = json.loads(kept.read_text()) if kept.exists() else {}, {}
 
     for name in documents:
@@ -265,8 +254,7 @@ if __name__ == "__main__":
             write(kept, [json.dumps(values)])
         row = results[name] = {mode: judge(name, documents[name], values[name][mode]) for mode in modes}
         if len(plls) > 1:  # the paper's number
-            best = max(plls, key=lambda mode: row[mode]["accuracy"])
-            row["pll"] = row[best] | {"n_masks": int(best[3:]), "chosen": "on the test score"}
+            row["pll"] = max((row[m] | {"chosen": f"{m} on the test score"} for m in plls), key=lambda r: r["accuracy"])
     if rank > 0:
         sys.exit()
     print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in row))
@@ -275,13 +263,14 @@ if __name__ == "__main__":
         print(f"{name:<16}{len(documents[name]):>6}", *("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells), sep="")
     nine = [r for name, r in results.items() if name != "heldout"]
     average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in row if nine}
-    print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
+    if nine:
+        print(f"{f'average of {len(nine)}':<22}", *(f"{100 * x:>21.1f}" for x in average.values()), sep="")
     notes = ["pll is the best n of each task, chosen on the test score"] * ("pll" in row)
     notes += [f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if N]
-    padding = f"padding {counts['padding'] / max(1, counts['tokens']):.1%}"
-    print(padding, f"{counts['truncated']} documents cut to {window} tokens", *notes, sep="; ")
+    share = counts["padding"] / max(1, counts["tokens"])
+    print(f"padding {share:.1%}; {counts['truncated']} documents cut to {window} tokens", *notes, sep="; ")
     if args.json:
-        report = {"flags": vars(args), "step": checkpoint["step"], "tasks": results, "average": average}
-        write(args.json, [json.dumps(report | {"counts": counts}, indent=1)])
+        report = dict(flags=vars(args), step=checkpoint["step"], tasks=results, average=average, counts=counts)
+        write(args.json, [json.dumps(report, indent=1)])
     if args.dump:
         write(args.dump, dump(documents, values))

@@ -4,11 +4,10 @@ Which alpha is best for R repetitions? Train a grid of runs, fit the paper's Gau
     python sweep.py run --repetitions 8,16,32,64 --alphas 0,1/8,1/2,7/8,1 --config config/tiny.py --seeds 1,2 --jobs 2
     python sweep.py fit --results out/sweep/results.jsonl --target val_ar --json fit.json
     python sweep.py plot --results out/sweep/results.jsonl --out assets
-`run` hands flags that it does not know (--max_steps=300) to train.py; after a stop the same command goes on. A line of
-results is a run: repetitions, alpha and any numbers, of which val_* should be low, all others high.
+`run` hands unknown flags (--max_steps=300) to train.py, --eval '--tasks heldout' to eval.py; repeated, it goes on. A
+line of results is a run: repetitions, alpha and any numbers, of which val_* should be low, all others high.
 """
-import argparse, json, os, subprocess, sys, warnings
-from concurrent.futures import ThreadPoolExecutor
+import argparse, concurrent.futures, json, os, subprocess, sys, warnings
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -40,12 +39,11 @@ def train(args, settings, R, alpha, seed):
                 ["eval.py", *args.eval.split(), f"--ckpt={folder}", f"--json={folder}/eval.json",
                  f"--dump={folder}/eval.jsonl"]]
     for script, *flags in commands if args.eval else commands[:1]:
-        command = [sys.executable, Path(__file__).parent / script, *flags]
-        child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        child = subprocess.run([sys.executable, Path(__file__).parent / script, *flags], capture_output=True, text=True)
         if child.returncode:
-            raise ChildProcessError(f"{folder}: {['killed', *child.stdout.splitlines()][-1].removeprefix('error: ')}")
+            raise ChildProcessError(f"{folder}: {['killed', *child.stderr.splitlines()][-1].removeprefix('error: ')}")
     records = [r for r in map(json.loads, open(folder / "log.jsonl")) if "val_ar" in r]
-    line = {"repetitions": R, "alpha": float(alpha), "seed": seed}
+    line = {"repetitions": int(R), "alpha": float(alpha), "seed": int(seed)}
     line |= {k: records[-1][k] for k in ("val_ar", "val_md", "overfit")}
     if args.eval:
         # the paper's average in percent; of `heldout` alone, the log-likelihood of a right completion in nats
@@ -108,24 +106,20 @@ def plot(runs, targets, out):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "fit", "plot"])
-    for flag, default, text in (
-            ("results", Path("out/sweep/results.jsonl"), "the runs lie beside it"), ("config", "config/tiny.py", ""),
-            ("repetitions", "8,16,32,64", "to run"), ("alphas", "0,1/8,1/2,7/8,1", "to run"), ("seeds", "1", "to run"),
-            ("jobs", 1, "runs at a time"), ("eval", "", "eval.py, flags: '--tasks heldout --modes ar,prefix'"),
-            ("target", "val_ar,val_md", ""), ("json", Path(os.devnull), "of fit"), ("out", Path("assets"), "of plot")):
-        parser.add_argument("--" + flag, default=default, type=type(default), help=f"{text} ({default})")
+    for flag, default in dict(results=Path("out/sweep/results.jsonl"), repetitions="8,16,32,64", seeds="1", jobs=1,
+                              alphas="0,1/8,1/2,7/8,1", config="config/tiny.py", eval="", target="val_ar,val_md",
+                              json=Path(os.devnull), out=Path("assets")).items():
+        parser.add_argument("--" + flag, default=default, type=type(default), help=f"({default})")
     args, settings = parser.parse_known_args()
     runs = read(args.results)
     if args.command == "run":
         try:
-            texts = (int, args.repetitions), (Fraction, args.alphas), (int, args.seeds)
-            grid = [*product(*([kind(x) for x in text.split(",")] for kind, text in texts))]
+            grid = [*product(*(map(Fraction, text.split(",")) for text in (args.repetitions, args.alphas, args.seeds)))]
         except (ValueError, ZeroDivisionError) as error:
             die(f"--repetitions, --alphas and --seeds take numbers with commas between them: {error}")
         todo = [run for run in grid if run not in {(r["repetitions"], r["alpha"], r.get("seed")) for r in runs}]
-        args.results.parent.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // max(1, args.jobs))))
-        with ThreadPoolExecutor(max(1, args.jobs)) as pool:  # a failure or Ctrl-C cancels the runs that have not begun
+        with concurrent.futures.ThreadPoolExecutor(max(1, args.jobs)) as pool:  # a failure or Ctrl-C cancels the rest
             list(tqdm(pool.map(lambda run: train(args, settings, *run), todo), "runs", len(todo)))
     elif settings or not runs:
         die(f"{args.command} has no flag {settings[0]}" if settings else f"no runs in {args.results}")

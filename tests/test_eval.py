@@ -14,7 +14,7 @@ import torch
 
 import eval as ev
 import model as model_py
-from conftest import ROOT, random_model, tiny_settings, torchrun
+from conftest import ROOT, random_model, run, tiny_settings
 from data import default_rng, open_data
 from model import BOS, MASK
 
@@ -486,11 +486,21 @@ def test_an_interrupted_run_goes_on(tasks, checkpoint, tmp_path, monkeypatch):
     assert all(file.suffix == ".json" for file in checkpoint.glob("eval-*"))
 
 
+def test_heldout_alone_has_no_average(checkpoint, tmp_path, monkeypatch, capsys):
+    """The average is over the nine tasks of the paper; heldout is none of them."""
+    run_main(monkeypatch, "--ckpt", checkpoint, "--data", tmp_path, "--limit", 2, "--modes", "ar", "--json", tmp_path / "j")
+    out = capsys.readouterr().out
+    assert "heldout" in out and "average" not in out and json.load(open(tmp_path / "j"))["average"] == {}
+
+
 def test_two_ranks_equal_one(tasks, checkpoint, tmp_path, monkeypatch):
+    """Also when strings and bytes hash differently on each rank, as they do without PYTHONHASHSEED."""
     args = ["--data", tasks, "--tasks", "openbookqa,piqa,heldout", "--limit", 3, "--mc", 3]
     torch.set_num_threads(1)
     shutil.copytree(checkpoint, tmp_path / "other")
-    torchrun(2, "eval.py", "--ckpt", "other", "--dump", "two", *map(str, args), cwd=tmp_path)
+    run(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python",
+        "sh", "-c", 'PYTHONHASHSEED=$((RANK + 1)) exec "$0" "$@"', sys.executable, os.path.join(ROOT, "eval.py"),
+        "--ckpt", "other", "--dump", "two", *map(str, args), cwd=tmp_path)
     run_main(monkeypatch, "--ckpt", checkpoint, "--dump", tmp_path / "one", *args)
     assert open(tmp_path / "one").read() == open(tmp_path / "two").read()
 

@@ -1,9 +1,11 @@
 """sweep.py: the Gaussian process finds a known optimum, a grid is trained once, and bad input ends in one line."""
+import fcntl
 import json
 import os
 import runpy
 import subprocess
 import sys
+import time
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -118,7 +120,7 @@ def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch):
         folder = tmp_path / "R4_a1_3_s7"
         folder.mkdir(exist_ok=True)
         (folder / "log.jsonl").write_text(json.dumps(dict(step=1, tokens=9, val_ar=2, val_md=3, overfit=False)) + "\n")
-        return SimpleNamespace(returncode=code, stdout="a line\nerror: no such thing\n")
+        return SimpleNamespace(returncode=code, stderr="a line\nerror: no such thing\n")
     monkeypatch.setattr(subprocess, "run", fake)
     args = SimpleNamespace(results=tmp_path / "r.jsonl", config="c.py", eval="")
     sweep.train(args, ["--max_steps=3"], 4, Fraction(1, 3), 7)
@@ -131,6 +133,35 @@ def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch):
     code = 1
     with pytest.raises(OSError, match="R4_a1_3_s7: no such thing"):  # configurator.py turns it into the one line
         sweep.train(args, [], 4, Fraction(1, 3), 7)
+
+
+def test_no_run_outlives_its_sweep(corpus, tmp_path):
+    """Nobody reads what train.py prints any more: it ends at its next line, and the lock of its folder is free."""
+    settings = [f for f in flags(data_dir=corpus / "data/tiny", max_steps=10 ** 5, repetitions=10 ** 5, eval_interval=0,
+                                 save_interval=0) if not f.startswith(("--alpha", "--repetitions"))]
+    (tmp_path / "c.py").write_text("")
+    command = ["run", "--config", "c.py", "--results", "r.jsonl", "--repetitions", str(10 ** 5), "--alphas", "1/2", *settings]
+    process = subprocess.Popen([sys.executable, sweep.__file__, *command], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    log = tmp_path / f"R{10 ** 5}_a1_2_s1/log.jsonl"
+
+    def wait(condition):
+        for _ in range(600):
+            if condition():
+                return
+            time.sleep(0.1)
+        raise TimeoutError
+
+    def is_free():
+        try:
+            with open(log.parent / ".lock") as lock:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) is None
+        except BlockingIOError:
+            return False
+    wait(lambda: log.exists() and log.stat().st_size)
+    assert not is_free()
+    process.terminate()
+    process.wait()
+    wait(is_free)
 
 
 ROW = {"repetitions": 8, "alpha": "1/2", "val_ar": 4.0}
