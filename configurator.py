@@ -2,7 +2,7 @@
 Every setting of a run: defaults (the paper's 470M model), changed by config files, then by --key=value. A config file
 is plain Python (it is executed: run only files you trust) whose public int, float, bool and str names are settings.
 """
-import ast, contextlib, dataclasses, difflib, glob, inspect, os, runpy, sys, time
+import argparse, ast, contextlib, dataclasses, difflib, glob, inspect, os, runpy, sys, time
 from fractions import Fraction
 
 @dataclasses.dataclass
@@ -67,6 +67,15 @@ sys.excepthook = excepthook
 def suggest(name, names):
     close = difflib.get_close_matches(name, names, n=1)
     return f", did you mean '{close[0]}'?" if close else f"; there are: {', '.join(names) or 'none'}"
+
+def flags(usage, others=False, **defaults):
+    """The command line of a script: a flag is of the type of its default, or one of a tuple; others: also the rest."""
+    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in defaults.items():
+        kinds = {bool: {"action": "store_true"}, list: {"nargs": "+"}, tuple: {"choices": value}}
+        kind, value = kinds.get(type(value), {"type": type(value)}), value[0] if type(value) is tuple else value
+        parser.add_argument("--" + name, default=value, help=f"({value})", **kind)
+    return parser.parse_known_args() if others else parser.parse_args()
 
 def load_settings(argv, usage):
     if {"-h", "--help"} & set(argv):

@@ -40,18 +40,13 @@ def open_data(data_dir, vocab_size):
             if starts[0] != 0 or starts[-1] != len(tokens) or (starts[1:] <= starts[:-1]).any():
                 raise ValueError("documents overlap, or go beyond the end")
         meta["tokenizer"] = pathlib.Path(data_dir, "tokenizer.json").read_text("utf-8")
-        meta["token_bytes"] = bytes_per_token(meta["tokenizer"])
+        meta["token_bytes"] = np.zeros(2 ** 16)  # how much text a token stands for: BPE spells each byte as a character
+        for token, i in json.loads(meta["tokenizer"])["model"]["vocab"].items():
+            meta["token_bytes"][i] = len(token) if i >= N_SPECIAL else 0
         return data, meta
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
         die(f"{data_dir} is not prepared, or damaged ({type(error).__name__}: {error}); "
             f"make it with: python prepare.py [--input FILES --out {data_dir}]")
-
-def bytes_per_token(tokenizer):
-    """(65536,) how many bytes of text each token id stands for: byte-level BPE writes one character per byte."""
-    table = np.zeros(2 ** 16)
-    for token, i in json.loads(tokenizer)["model"]["vocab"].items():
-        table[i] = len(token) if i >= N_SPECIAL else 0
-    return table
 
 class Stream:
     """The windows of a run. Repetition R means: of the N windows in all, W = ceil(N / R) are unique. A seeded choice of

@@ -10,12 +10,12 @@ Tasks: the folders in --data, or, if there are none, `heldout`, made of the vali
 subtask. Modes: ar (causal), prefix (bidirectional context), pll (pseudo log-likelihood, n masks), mc (Monte Carlo, --mc
 draws or 256). After an interruption the same command goes on, from eval-HASH.json beside CKPT.
 """
-import argparse, collections, csv, hashlib, itertools, json, os, pathlib, re, sys
+import collections, csv, hashlib, itertools, json, os, pathlib, re, sys
 
 import numpy as np
 import torch
 from tqdm import tqdm
-from configurator import die, suggest
+from configurator import die, flags, suggest
 from data import default_rng, fingerprint, open_data
 from model import BOS, MASK, load_model, make_mask
 
@@ -217,11 +217,8 @@ def dump(documents, values):
             yield json.dumps(line) + "\n"
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default in dict(ckpt="", tasks="", data="data/tasks", modes="ar,prefix,pll", pll="1,6", mc=0, limit=0,
-                              json="", dump="").items():
-        parser.add_argument("--" + flag, default=default, type=type(default), help=f"({default})" if default else None)
-    args = parser.parse_args()
+    args = flags(__doc__, ckpt="", data="data/tasks", tasks="", modes="ar,prefix,pll", pll="1,6", mc=0, limit=0,
+                 json="", dump="")
     tasks = (args.tasks or ",".join(t for t in TASKS if os.path.isdir(f"{args.data}/{t}")) or "heldout").split(",")
     asked = args.modes.split(",") + ["mc"] * (args.mc > 0)
     for kind, names, known in ("mode", asked, ["ar", "prefix", "pll", "mc"]), ("task", tasks, list(TASKS)):

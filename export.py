@@ -4,11 +4,11 @@ Our models for other tools, and the paper's released models for ours.
     python export.py --ckpt out/demo --out hf/demo                          # a Llama for transformers, lm_eval, ...
     python export.py --from_official model.safetensors --out out/official   # with the tokenizer.json next to that file
 """
-import argparse, json, os, pathlib, re, shutil
+import json, os, pathlib, re, shutil
 
 import tokenizers
 import torch
-from configurator import Settings, die
+from configurator import Settings, die, flags
 from data import BOS, MASK, N_SPECIAL
 from model import Transformer, load_model
 
@@ -66,11 +66,7 @@ def from_official(file, out):
     torch.save({"model": weights, "settings": vars(s), "step": s.max_steps, "tokenizer": bpe.to_str()}, out / "ckpt.pt")
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", help="checkpoint file or run directory")
-    parser.add_argument("--from_official", help="state dict of a released model: .safetensors, or of torch.save")
-    parser.add_argument("--out", help="folder to make")
-    args = parser.parse_args()
+    args = flags(__doc__, ckpt="", from_official="", out="")
     if bool(args.ckpt) == bool(args.from_official) or not args.out or os.path.exists(args.out):
         die("give --ckpt or --from_official, and an --out that does not exist yet")
     from safetensors.torch import load_file, save_file  # optional: missing, it is named by configurator's excepthook

@@ -4,10 +4,10 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a byt
     python prepare.py                                                # Python's own documentation -> data/pydocs
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
     python prepare.py --tasks                                        # the nine sets that eval.py reads -> data/tasks
-Inputs are .jsonl, .jsonl.gz, .jsonl.zst (the field `text`) and .txt (a document; a long one is cut at blank lines).
-They are streamed, once for each of three passes: memory grows by some 50 bytes per document, not with the text.
+Inputs: .jsonl, .jsonl.gz, .jsonl.zst (field `text`), .txt (a document; a long one is cut at blank lines), - (JSON lines
+on standard input). They are streamed, in three passes: memory grows by 50 bytes per document, not with the text.
 """
-import argparse, ast, glob, gzip, hashlib, io, json, os, sys, tarfile, tempfile, time, urllib.request, zipfile
+import ast, glob, gzip, hashlib, io, json, os, sys, tarfile, tempfile, time, urllib.request, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, islice, takewhile
 from pathlib import Path
@@ -17,7 +17,7 @@ import tiktoken
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
-from configurator import die
+from configurator import die, flags
 from data import BOS, FILES, N_SPECIAL, VERSION, fingerprint
 
 FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -188,13 +188,7 @@ def fetch_tasks(out):
             new.rename(out / task)
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", default=[], help="files or globs; - for JSON lines on standard input")
-    parser.add_argument("--out", help="folder to write; data/pydocs without --input")
-    parser.add_argument("--tasks", action="store_true", help="download the evaluation sets to --out, or data/tasks")
-    parser.add_argument("--vocab_size", type=int, default=1024, help="entries of the BPE (the paper has 51200)")
-    parser.add_argument("--val_fraction", type=float, default=0.1, help="share of documents held out, by their hash")
-    args = parser.parse_args()
+    args = flags(__doc__, input=[], out="", tasks=False, vocab_size=1024, val_fraction=0.1)
     paths = [path for pattern in args.input for path in sorted(glob.glob(pattern, recursive=True)) or [pattern]]
     bad = [path for path in paths if path != "-" and not (os.path.isfile(path) and path.endswith(FORMATS))]
     if not (N_SPECIAL + 256 <= args.vocab_size <= 65535 and 0 <= args.val_fraction < 1):

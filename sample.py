@@ -5,11 +5,15 @@ Text from a trained model, in each of the ways it can be read.
     python sample.py --ckpt out/demo --mode prefix --prompt "The module" "A list"   # each prompt is read both ways
     python sample.py --ckpt out/demo --mode diffusion --prompt "A list" --steps 32 --order confidence --watch
     python sample.py --ckpt out/demo --mode infill --prompt "Return the<mask:3> of a list." --num_samples 4
+
+Without --prompt the text is --prompt_file or standard input. --length: of new tokens; --temperature 0: the likeliest;
+--top_k, --top_p: cut the tail. --steps of unmasking (one per mask), in --order random, confidence, margin or entropy,
+--block masks at a time from left to right; --watch shows them. The same --seed gives the same text.
 """
-import argparse, re, sys
+import re, sys
 
 import torch
-from configurator import die
+from configurator import die, flags
 from data import BOS, MASK, N_SPECIAL
 from model import load_model, make_mask
 
@@ -75,18 +79,9 @@ def fill(model, rows, g, s):
         yield x
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", nargs="+", help="texts; for infill with gaps: <mask> is a token, <mask:12> twelve")
-    parser.add_argument("--watch", action="store_true", help="show every step")
-    choices = {"mode": ("ar", "prefix", "diffusion", "infill"), "order": ORDERS}
-    for flag, default, text in (
-            ("ckpt", "out/demo", "file or run directory"), ("mode", "ar", ""), ("order", "random", "of unmasking"),
-            ("prompt_file", "", "one text; without this and --prompt: standard input"), ("length", 64, "new tokens"),
-            ("steps", 0, "of unmasking (default: one per mask)"), ("block", 0, "so many at a time, left to right"),
-            ("temperature", 1.0, "0: the likeliest"), ("top_k", 0, "of so many"), ("top_p", 1.0, "of this share"),
-            ("num_samples", 1, "of each prompt"), ("seed", 1, "same seed, same text")):
-        parser.add_argument("--" + flag, default=default, type=type(default), help=text, choices=choices.get(flag))
-    s = parser.parse_args()
+    s = flags(__doc__, ckpt="out/demo", mode=("ar", "prefix", "diffusion", "infill"), prompt=[], prompt_file="", seed=1,
+              num_samples=1, length=64, temperature=1.0, top_k=0, top_p=1.0, steps=0, order=tuple(ORDERS), block=0,
+              watch=False)
     least = min(s.length - 1, s.num_samples - 1, s.steps, s.block, s.top_k, s.seed)
     if least < 0 or s.seed >= 2 ** 63 or not (0 <= s.temperature < 1e6 and 0 < s.top_p <= 1):
         die("--length and --num_samples are at least 1, --top_p is a share up to 1, other numbers are at least 0")

@@ -7,14 +7,14 @@ Which alpha is best for R repetitions? Train a grid of runs, fit the paper's Gau
 `run` hands unknown flags (--max_steps=300) to train.py, --eval '--tasks heldout' to eval.py; repeated, it goes on. A
 line of results is a run: repetitions, alpha and any numbers, of which val_* should be low, all others high.
 """
-import argparse, concurrent.futures, json, os, subprocess, sys, warnings
+import concurrent.futures, json, os, subprocess, sys, warnings
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
-from configurator import die, suggest
+from configurator import die, flags, suggest
 
 def height(alpha):
     """log2 of the odds of AR: a step halves a share, as a step of log2 R halves the data; 1/64 keeps 0, 1 finite."""
@@ -34,10 +34,9 @@ def read(path):
 def train(args, settings, R, alpha, seed):
     """Train and evaluate a run, in processes of their own, then write its line of the results."""
     folder = args.results.parent / f"R{R}_a{str(alpha).replace('/', '_')}_s{seed}"
-    commands = [["train.py", args.config, *settings, f"--repetitions={R}", f"--alpha={alpha}", f"--seed={seed}",
-                 f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"],
-                ["eval.py", *args.eval.split(), f"--ckpt={folder}", f"--json={folder}/eval.json",
-                 f"--dump={folder}/eval.jsonl"]]
+    run = f"--repetitions={R}", f"--alpha={alpha}", f"--seed={seed}", f"--resume={(folder / 'ckpt.pt').exists()}"
+    commands = [["train.py", args.config, *settings, *run, f"--out_dir={folder}"], ["eval.py", *args.eval.split(),
+                f"--ckpt={folder}", f"--json={folder}/eval.json", f"--dump={folder}/eval.jsonl"]]
     for script, *flags in commands if args.eval else commands[:1]:
         child = subprocess.run([sys.executable, Path(__file__).parent / script, *flags], capture_output=True, text=True)
         if child.returncode:
@@ -104,15 +103,14 @@ def plot(runs, targets, out):
     page.savefig(out / "curves.png", dpi=70)
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "fit", "plot"])
-    for flag, default in dict(results=Path("out/sweep/results.jsonl"), repetitions="8,16,32,64", seeds="1", jobs=1,
-                              alphas="0,1/8,1/2,7/8,1", config="config/tiny.py", eval="", target="val_ar,val_md",
-                              json=Path(os.devnull), out=Path("assets")).items():
-        parser.add_argument("--" + flag, default=default, type=type(default), help=f"({default})")
-    args, settings = parser.parse_known_args()
-    runs = read(args.results)
-    if args.command == "run":
+    args, others = flags(
+        __doc__, True, results=Path("out/sweep/results.jsonl"), repetitions="8,16,32,64", alphas="0,1/8,1/2,7/8,1",
+        seeds="1", jobs=1, config="config/tiny.py", eval="", target="val_ar,val_md", out=Path("assets"),
+        json=Path(os.devnull))
+    (command, *settings), runs = others or [""], read(args.results)
+    if command not in ("run", "fit", "plot"):
+        die(f"no command '{command}'{suggest(command, ['run', 'fit', 'plot'])}")
+    if command == "run":
         try:
             grid = [*product(*(map(Fraction, text.split(",")) for text in (args.repetitions, args.alphas, args.seeds)))]
         except (ValueError, ZeroDivisionError) as error:
@@ -122,11 +120,11 @@ if __name__ == "__main__":
         with concurrent.futures.ThreadPoolExecutor(max(1, args.jobs)) as pool:  # a failure or Ctrl-C cancels the rest
             list(tqdm(pool.map(lambda run: train(args, settings, *run), todo), "runs", len(todo)))
     elif settings or not runs:
-        die(f"{args.command} has no flag {settings[0]}" if settings else f"no runs in {args.results}")
-    elif args.command == "plot":
+        die(f"{command} has no flag {settings[0]}" if settings else f"no runs in {args.results}")
+    elif command == "plot":
         args.out.mkdir(parents=True, exist_ok=True)
         plot(runs, args.target.split(","), args.out)
-    for target in args.target.split(",") if args.command == "fit" else []:
+    for target in args.target.split(",") if command == "fit" else []:
         Rs = sorted({float(r["repetitions"]) for r in runs})
         r2, kernel, heights, _, chances = fit(runs, target, np.log2(Rs))
         print(f"{target}: R^2 {r2:.4f}, kernel {kernel}\n   R   alpha      90%      alpha*R  paper's rule")

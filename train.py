@@ -21,8 +21,6 @@ from muon import Muon
 
 # ---- settings, device, ranks -----------------------------------------------------------------------------------------
 s = load_settings(sys.argv[1:], __doc__)
-if s.wandb:
-    import wandb
 rank, local_rank, world = (int(os.environ.get(k, n)) for k, n in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 sys.stdout.reconfigure(line_buffering=True)
 say = print if rank == 0 else lambda text: None
@@ -152,6 +150,7 @@ if (gather([step]) != step).any():
 log_file = open(os.path.join(s.out_dir, "log.jsonl") if rank == 0 else os.devnull, "w", buffering=1)  # line by line
 log_file.writelines(json.dumps(record) + "\n" for record in records)  # what came after the checkpoint comes again
 if s.wandb and rank == 0:
+    import wandb
     wandb.init(project="nanodual", name=s.out_dir, config=vars(s))
 
 # ---- the loop: one more round than steps, so that the last weights are evaluated and saved too -----------------------

@@ -127,7 +127,7 @@ def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch):
     (tmp_path / "R4_a1_3_s7/ckpt.pt").touch()
     sweep.train(args, ["--max_steps=3"], 4, Fraction(1, 3), 7)
     for command, resume in zip(calls, (False, True)):
-        assert command[2:5] + command[-1:] == ["c.py", "--max_steps=3", "--repetitions=4", f"--resume={resume}"]
+        assert command[2:5] == ["c.py", "--max_steps=3", "--repetitions=4"] and f"--resume={resume}" in command
     assert {"--alpha=1/3", "--seed=7"} <= set(calls[0])
     assert sweep.read(tmp_path / "r.jsonl")[0]["alpha"] == Fraction(1, 3)
     code = 1
