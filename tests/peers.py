@@ -12,6 +12,7 @@ import resource
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,6 +35,7 @@ from muon import Muon  # noqa: E402
 
 SMALL = dict(n_layer=8, n_head=8, n_embd=512, n_ff=1776, vocab_size=8192, seq_len=512, alpha="1/2", batch_size=16,
              max_steps=1, decay_steps=0)
+PAPER, HEAD = {}, (8192, 51200, 256)  # the paper's model is the default; tokens, vocabulary, width of `head`
 
 
 def small_model(packed=False):
@@ -44,6 +46,7 @@ def small_model(packed=False):
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.02)
+    model.head.weight.data[BOS] = 0  # never the likeliest: no text ends early
     for layer in model.modules():
         if packed and isinstance(layer, Linear):
             pack(layer)
@@ -73,7 +76,7 @@ def matrix_products(s, n):
 
 def slots(s):
     """One slot of each objective, 8 x 512 tokens of documents of 300 tokens, as tensors: AR, MD."""
-    tokens = np.resize(np.append(np.uint16(BOS), np.random.default_rng(0).integers(N_SPECIAL, 8192, 299, np.uint16)), 300 * 99)
+    tokens = np.resize(np.append(np.uint16(BOS), np.random.default_rng(0).integers(N_SPECIAL, s.vocab_size, 299, np.uint16)), 300 * 99)
     windows = Stream(tokens, np.arange(100, dtype=np.uint64) * np.uint64(300), s)
     return ([*map(torch.from_numpy, train_slot(windows, s, 0, slot)[:4])] for slot in (0, 1))
 
@@ -147,7 +150,7 @@ def _rank(rank, rounds, folder):
 
 
 def muon(seconds, rounds=7):
-    t = seconds(**{kind.__name__: kind(layers(1, check(Settings())), 1e-9).step for kind in (Muon, TextbookMuon)})
+    t = seconds(**{kind.__name__: kind(layers(1, check(Settings(**PAPER))), 1e-9).step for kind in (Muon, TextbookMuon)})
     yield "Muon.step on one of the paper's 24 equal layers: speed of the textbook's", t.TextbookMuon / t.Muon, ">= 1.3"
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (rounds, folder), nprocs=2)
@@ -158,29 +161,24 @@ def muon(seconds, rounds=7):
 
 # ---- head and loss -------------------------------------------------------------------------------------------------------
 
-def _peak(name, queue):
+def _peak(name):
     function = globals()[name]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     function()
-    queue.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
 def peak(name):
-    """MB that the function which globals()[name] makes needs at its peak beyond what it was made with, in a new process."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=_peak, args=(name, queue))
-    process.start()
-    size = queue.get()
-    process.join()
-    return size
+    """MB that the function made by `name` needs at its peak, beyond what it was made with; in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak, name).result()
 
 
-def _head(loss, width=256):
-    torch.manual_seed(0)
-    h, W = torch.randn(8192, width, requires_grad=True), torch.randn(51200, width, requires_grad=True)
+def _head(loss):
+    (N, V, D), _ = HEAD, torch.manual_seed(0)
+    h, W = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     h.grad, W.grad = torch.zeros_like(h), torch.zeros_like(W)
-    y, w = torch.randint(51200, (8192,)), torch.full((8192,), 1 / 8192)
+    y, w = torch.randint(V, (N,)), torch.full((N,), 1 / N)
     return lambda: loss(h, W, y, w).backward()
 
 
@@ -205,7 +203,7 @@ def head(seconds):
 
 def stream():
     """10^6 documents of 100 tokens: made, and brought to the start of an epoch of 2,048-token windows."""
-    s = check(Settings(**SMALL | dict(seq_len=2048, batch_size=48 * 1024)))
+    s = check(Settings(**SMALL | dict(seq_len=2048, batch_size=47 * 1024)))
     tokens, starts = np.broadcast_to(np.uint16(20), 10 ** 8), np.arange(10 ** 6 + 1, dtype=np.uint64) * np.uint64(100)
 
     def start():
@@ -297,12 +295,12 @@ def decoding(seconds):
     @torch.inference_mode()
     def uncached(B):
         for T in np.linspace(16, 16 + 511, 8).astype(int):  # 8 of the 512 steps
-            x, t = torch.randint(N_SPECIAL, 8192, (B, T)), torch.arange(T).expand(B, T)
+            x, t = torch.randint(N_SPECIAL, s.vocab_size, (B, T)), torch.arange(T).expand(B, T)
             mask = make_mask(torch.ones_like(x), t, torch.zeros(B, dtype=torch.long))
             model.head(model.hidden(x, mask, t)[:, -1]).argmax(-1)
 
     for B in (1, 8):
-        x = torch.randint(N_SPECIAL, 8192, (B, 16))
+        x = torch.randint(N_SPECIAL, s.vocab_size, (B, 16))
         t = seconds(ours=lambda: decode(x, 128), theirs=lambda: generate(x, 128), long=lambda: decode(x, 512),
                     uncached=lambda: uncached(B))
         yield f"128 tokens, batch {B}: speed of transformers' generate", t.theirs / t.ours, ">= 1.5"
