@@ -44,6 +44,6 @@ if __name__ == "__main__":
     for name in args.only.split(","):
         for what, value, bound in parts.get(name, lambda _: die(f"no part '{name}'{suggest(name, [*parts])}"))(seconds):
             table.append(dict(part=name, what=what, value=float(value), bound=bound))
-            print(f"{value:14,.3f}  {bound:<9}{name}: {what}", flush=True)
+            print(f"{value:10.4g}  {bound:<9}{name}: {what}", flush=True)
     with open(args.json, "w") as f:
         json.dump(table, f, indent=1)
