@@ -68,9 +68,9 @@ def suggest(name, names):
     close = difflib.get_close_matches(name, names, n=1)
     return f", did you mean '{close[0]}'?" if close else f"; there are: {', '.join(names) or 'none'}"
 
-def flags(usage, others=False, **defaults):
+def flags(doc, others=False, **defaults):
     """The command line of a script: a flag is of the type of its default, or one of a tuple; others: also the rest."""
-    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
     for name, value in defaults.items():
         kinds = {bool: {"action": "store_true"}, list: {"nargs": "+"}, tuple: {"choices": value}}
         kind, value = kinds.get(type(value), {"type": type(value)}), value[0] if type(value) is tuple else value

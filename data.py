@@ -12,8 +12,7 @@ from numpy.random import default_rng  # of a key: a generator that depends on it
 from configurator import die
 
 BOS, MASK, N_SPECIAL = 1, 4, 16  # <s> opens each document, <mask> hides a token; all ids below N_SPECIAL are special
-VERSION = 1
-FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
+VERSION, FILES = 1, ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
 SUBSET, EPOCH, COUNTS, MASKS = range(4)  # independent random streams
 
 def fingerprint(path, block=2 ** 20, blocks=256):

@@ -160,6 +160,8 @@ def choose_device(device, dtype):
     device = has[0] if device == "auto" else device
     if device not in has:
         die(f"this machine has no '{device}', only: {', '.join(has)}")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     return device, torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else torch.float32
 
 def load_checkpoint(path):
@@ -178,13 +180,14 @@ def load_checkpoint(path):
             print(f"skipping {file}, it is damaged: {str(error).partition(chr(10))[0]}")
     die(f"no {'readable checkpoint in' if os.path.exists(path) else 'such checkpoint:'} {path}")
 
-def pack(linear):
+def pack(layer):
     """For use on a CPU: the weights in the layout of oneDNN, whose products of few tokens are twice as fast or more."""
-    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
-    linear.forward = lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, linear.bias, "none", [], "")
+    if isinstance(layer, Linear):
+        weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 1)
+        layer.forward = lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
 
 def load_model(path, device="auto", dtype="auto"):
-    """A trained model ready for use, its tokenizer, and the checkpoint it came from (settings as an object)."""
+    """A trained model for use, not for training, its tokenizer, and its checkpoint (with settings as an object)."""
     checkpoint = load_checkpoint(path)
     device, dtype = choose_device(device, dtype)
     try:
@@ -194,11 +197,10 @@ def load_model(path, device="auto", dtype="auto"):
         model.load_state_dict(checkpoint["model"], assign=True)
         tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
         model.embed.weight[max(tokenizer.get_vocab().values())]  # every token has an embedding
+        model.to(device, dtype).eval()  # cast once, not at every use
+        if device == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            model.apply(pack)
     except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
         die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({type(error).__name__}: {error})")
     tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
-    model = model.to(device, dtype).eval()  # cast once, not at every use
-    if device == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        for layer in filter(lambda layer: isinstance(layer, Linear), model.modules()):
-            pack(layer)
     return model, tokenizer, checkpoint

@@ -105,8 +105,7 @@ def plot(runs, targets, out):
 if __name__ == "__main__":
     args, others = flags(
         __doc__, True, results=Path("out/sweep/results.jsonl"), repetitions="8,16,32,64", alphas="0,1/8,1/2,7/8,1",
-        seeds="1", jobs=1, config="config/tiny.py", eval="", target="val_ar,val_md", out=Path("assets"),
-        json=Path(os.devnull))
+        seeds="1", jobs=1, config="config/tiny.py", eval="", target="val_ar,val_md", out="assets", json=os.devnull)
     (command, *settings), runs = others or [""], read(args.results)
     if command not in ("run", "fit", "plot"):
         die(f"no command '{command}'{suggest(command, ['run', 'fit', 'plot'])}")
@@ -122,8 +121,8 @@ if __name__ == "__main__":
     elif settings or not runs:
         die(f"{command} has no flag {settings[0]}" if settings else f"no runs in {args.results}")
     elif command == "plot":
-        args.out.mkdir(parents=True, exist_ok=True)
-        plot(runs, args.target.split(","), args.out)
+        os.makedirs(args.out, exist_ok=True)
+        plot(runs, args.target.split(","), Path(args.out))
     for target in args.target.split(",") if command == "fit" else []:
         Rs = sorted({float(r["repetitions"]) for r in runs})
         r2, kernel, heights, _, chances = fit(runs, target, np.log2(Rs))
@@ -135,4 +134,4 @@ if __name__ == "__main__":
             a = (odds * 65 / 64 - 1 / 64) / (1 + odds)
             report["optimal"].append({"repetitions": R, "alpha": a[0], "low": a.min(), "high": a.max()})
             print(f"{R:4g}   {a[0]:.3f}  {a.min():.3f}-{a.max():.3f} {R * a[0]:8.1f}   {min(63 / 64, 16 / R):.3f}")
-        args.json.write_text(json.dumps(report, indent=1))
+        Path(args.json).write_text(json.dumps(report, indent=1))

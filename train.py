@@ -21,15 +21,13 @@ from muon import Muon
 
 # ---- settings, device, ranks -----------------------------------------------------------------------------------------
 s = load_settings(sys.argv[1:], __doc__)
-rank, local_rank, world = (int(os.environ.get(k, n)) for k, n in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 sys.stdout.reconfigure(line_buffering=True)
 say = print if rank == 0 else lambda text: None
 device, dtype = choose_device(s.device, s.dtype)
 S = s.batch_size // s.micro_batch_size  # slots in a step, each a micro-batch of one objective
 if S % world:
     die(f"{world} processes cannot share {S} slots (batch_size / micro_batch_size): use a divisor of {S}")
-if device == "cuda":
-    torch.cuda.set_device(local_rank)
 if world > 1:  # a rank that has waited this long for another gives up
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
 

@@ -31,12 +31,12 @@ import sample  # noqa: E402
 from configurator import Settings, check  # noqa: E402
 from data import BOS, MASK, N_SPECIAL, Stream, train_slot  # noqa: E402
 from eval import make_items, read_task, score  # noqa: E402
-from model import HeadLoss, Linear, Transformer, make_mask, pack  # noqa: E402
+from model import HeadLoss, Transformer, make_mask, pack  # noqa: E402
 from muon import Muon  # noqa: E402
 
 SMALL = dict(n_layer=8, n_head=8, n_embd=512, n_ff=1776, vocab_size=8192, seq_len=512, alpha="1/2", batch_size=16,
              max_steps=1, decay_steps=0)
-PAPER, HEAD = {}, (8192, 51200, 256)  # the paper's model is the default; tokens, vocabulary, width of `head`
+PAPER, Z, HEAD = {}, 1e-4, (8192, 51200, 512)  # the paper's model is the default; z-loss; tokens, vocabulary, width of `head`
 
 
 def small_model(packed=False):
@@ -48,10 +48,7 @@ def small_model(packed=False):
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.02)
     model.head.weight.data[BOS] = 0  # never the likeliest: no text ends early
-    for layer in model.modules():
-        if packed and isinstance(layer, Linear):
-            pack(layer)
-    return model, s
+    return model.apply(pack) if packed else model, s
 
 
 def llama(model, s):
@@ -70,9 +67,15 @@ def llama(model, s):
 def matrix_products(s, n):
     """Every matrix product of training the model on n tokens, forward and backward, and nothing else; and its FLOPs."""
     D, inner = s.n_embd, s.n_ff
-    shapes = s.n_layer * (4 * [(D, D)] + 2 * [(D, inner)] + [(inner, D)]) + [(D, s.vocab_size)]
-    tensors = {shape: (torch.randn(n, shape[0]), torch.randn(shape), torch.randn(n, shape[1])) for shape in set(shapes)}
-    return lambda: [(x @ w, g @ w.T, x.T @ g) for x, w, g in map(tensors.get, shapes)], 6 * n * sum(a * b for a, b in shapes)
+    shapes = s.n_layer * (4 * [(D, D)] + 2 * [(inner, D)] + [(D, inner)]) + [(s.vocab_size, D)]
+    tensors = {(a, b): [torch.randn(size) for size in ((n, b), (a, b), (n, a)) * 2] for a, b in set(shapes)}
+
+    def products():
+        for x, w, y, dx, dw, dy in map(tensors.get, shapes):
+            torch.mm(x, w.T, out=y)
+            torch.mm(dy, w, out=dx)
+            torch.mm(dy.T, x, out=dw)
+    return products, 6 * n * sum(a * b for a, b in shapes)
 
 
 def slots(s):
@@ -90,17 +93,18 @@ def training(seconds):
     dual = Muon(matrices, 1e-9), torch.optim.AdamW(others, 1e-9, fused=True)
     adamw = torch.optim.AdamW(model.parameters(), 1e-9, fused=True)
     slot = dict(ours=lambda: model.loss(*ar, s.z_loss)[0].backward(),
-                llama=lambda: theirs(input_ids=ar[0], labels=ar[0]).loss.backward())
-    t = seconds(**slot, md=lambda: model.loss(*md, s.z_loss)[0].backward(), products=products,
+                llama=lambda: theirs(input_ids=ar[0], labels=ar[0], use_cache=False).loss.backward(), products=products)
+    t = seconds(**slot, md=lambda: model.loss(*md, s.z_loss)[0].backward(),
                 dual=lambda: [optimizer.step() for optimizer in dual], adamw=adamw.step)
-    attention = 6 * s.n_layer * s.n_embd * s.seq_len * 8 * 512  # FLOPs, of the causal half
+    work = 1 + 6 * s.n_layer * s.n_embd * s.seq_len * 8 * 512 / n_flops  # the products and, causal, attention
     yield "forward + backward, eager: speed of transformers' Llama", t.llama / t.ours, ">= 0.95"
-    yield "its FLOP/s: of the rate of its matrix products alone", (n_flops + attention) / n_flops * t.products / t.ours, ">= 0.8"
-    yield "step of 64 x 512 tokens with Muon: time with AdamW", (8 * t.ours + t.dual) / (8 * t.ours + t.adamw), "<= 1.08"
+    yield "its FLOP/s, eager: of the rate of its matrix products alone", work * t.products / t.ours, ">= 0.8"
     yield "step at alpha 1/2: time at alpha 1", (t.ours + t.md) / 2 / t.ours, "<= 1.08"
-    model.hidden = torch.compile(model.hidden, dynamic=False)
+    model.hidden, eager = torch.compile(model.hidden, dynamic=False), t
     t = seconds(**slot)
+    yield "step of 64 x 512 tokens with Muon: time with AdamW", (8 * t.ours + eager.dual) / (8 * t.ours + eager.adamw), "<= 1.08"
     yield "forward + backward, compiled: speed of transformers' Llama, eager", t.llama / t.ours, ">= 1.15"
+    yield "its FLOP/s, compiled: of the rate of its matrix products alone", work * t.products / t.ours, ">= 0.8"
 
 
 # ---- Muon ------------------------------------------------------------------------------------------------------------
@@ -150,11 +154,11 @@ def _rank(rank, rounds, folder):
     dist.destroy_process_group()
 
 
-def muon(seconds, rounds=7):
+def muon(seconds):
     t = seconds(**{kind.__name__: kind(layers(1, check(Settings(**PAPER))), 1e-9).step for kind in (Muon, TextbookMuon)})
     yield "Muon.step on one of the paper's 24 equal layers: speed of the textbook's", t.TextbookMuon / t.Muon, ">= 1.3"
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (rounds, folder), nprocs=2)
+        torch.multiprocessing.spawn(_rank, (seconds.rounds, folder), nprocs=2)
         ratios = np.max([json.load(open(f"{folder}/{rank}")) for rank in (0, 1)], 0)
     yield "Muon.step on 2 ranks of one thread: time of each doing all", ratios[0], "<= 0.55"
     yield "Muon.step on 2 ranks of one thread: momentum of each doing all", ratios[1], "<= 0.5"
@@ -163,6 +167,9 @@ def muon(seconds, rounds=7):
 # ---- head and loss -------------------------------------------------------------------------------------------------------
 
 def _peak(name):
+    if sys.platform != "linux":
+        return float("nan")
+
     def high_water():
         return int(re.search(r"VmHWM:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
     function = globals()[name]()
@@ -187,19 +194,17 @@ def _head(loss):
 
 
 def chunked_head():
-    return _head(lambda h, W, y, w: HeadLoss.apply(h, W, y, w, 1e-4)[0])
+    return _head(lambda h, W, y, w: HeadLoss.apply(h, W, y, w, Z)[0])
 
 
 def plain_head():
-    def loss(h, W, y, w):
-        logits = h @ W.T
-        return (w * (F.cross_entropy(logits, y, reduction="none") + 1e-4 * logits.logsumexp(-1) ** 2)).sum()
-    return _head(loss)
+    """Without the z-loss, which would cost it another pass over the logits."""
+    return _head(lambda h, W, y, w: F.cross_entropy(h @ W.T, y))
 
 
 def head(seconds):
     t = seconds(ours=chunked_head(), plain=plain_head())
-    yield "head and loss, 8,192 tokens x 51,200 vocabulary, width 256: time of the unchunked", t.ours / t.plain, "<= 1.1"
+    yield "head and loss, 8,192 tokens x 51,200 vocabulary, width 512: time of the unchunked, without z-loss", t.ours / t.plain, "<= 1.1"
     yield "head and loss: extra memory of the unchunked", peak("chunked_head") / peak("plain_head"), "<= 0.167"
 
 
@@ -271,6 +276,10 @@ def plain_pll(model, items, n):
 
 
 def evaluation(seconds, folder="data/tasks", n=8):
+    """The plain scorers use the model as it was trained, ours as load_model gives it, packed."""
+    if not os.path.isdir(folder):
+        print(f"   skipped  evaluation: it needs {folder}, see: python prepare.py --tasks")
+        return
     documents, plain, model = [], small_model()[0], small_model(packed=True)[0]
     for name in ("arc_easy", "hellaswag", "mmlu"):
         documents += [d._replace(doc=0) for d in random.Random(0).sample(read_task(name, folder, 0), n)]
@@ -287,7 +296,7 @@ def evaluation(seconds, folder="data/tasks", n=8):
 
 def decoding(seconds):
     (model, s), (plain, _) = small_model(packed=True), small_model()
-    theirs = llama(plain, s)
+    theirs = llama(plain, s).eval()
 
     def decode(x, length):
         options = SimpleNamespace(mode="ar", length=length, temperature=0)
@@ -298,7 +307,7 @@ def decoding(seconds):
 
     @torch.inference_mode()
     def uncached(B):
-        for T in np.linspace(16, 16 + 511, 8).astype(int):  # 8 of the 512 steps
+        for T in range(16 + 32, 16 + 512, 64):  # 8 of the 512 steps
             x, t = torch.randint(N_SPECIAL, s.vocab_size, (B, T)), torch.arange(T).expand(B, T)
             mask = make_mask(torch.ones_like(x), t, torch.zeros(B, dtype=torch.long))
             model.head(model.hidden(x, mask, t)[:, -1]).argmax(-1)

@@ -29,18 +29,21 @@ def test_cost_of_the_papers_model(tmp_path):
         paper = Transformer(check(Settings()))
     matrices = sum(p.numel() for p in paper.blocks.parameters() if p.ndim == 2)
     total = sum(p.numel() for p in paper.parameters())
-    assert value["weights: GB on each of 8 devices"] == pytest.approx(4 * total / 1e9)
-    assert value["Muon's momentum, sharded: GB on each of 8 devices"] == pytest.approx(matrices / 2 / 1e9)
+    assert value["weights, as of gradients: GB on each of 8 devices"] == pytest.approx(4 * total / 1e9)
+    assert value["Muon's momentum: GB on each of 8 devices"] == pytest.approx(matrices / 2 / 1e9)
     assert value["AdamW's two moments: GB on each of 8 devices"] == pytest.approx(8 * (total - matrices) / 1e9)
     # a matrix product costs 2 per weight and token, its backward pass 4; QK and AV the same, over 2,048 keys or half of them
     products = 6 * (matrices + paper.head.weight.numel())
     assert value["AR: GFLOPs a token"] == pytest.approx((products + 24 * 6 * 2 * 1024 * 1024) / 1e9)
     assert value["MD: GFLOPs a token"] == pytest.approx((products + 24 * 6 * 2 * 1024 * 2048) / 1e9)
-    assert value["AR: tokens/s, 8 devices at 50% of the peak"] == pytest.approx(4e6 / value["AR: GFLOPs a token"])
+    assert value["AR: tokens/s of 8 devices, MFU 50%"] == pytest.approx(4e6 / value["AR: GFLOPs a token"])
 
 
-def test_an_unknown_part():
-    assert bench("--only", "decodng", code=1) == "error: no part 'decodng', did you mean 'decoding'?\n"
+@pytest.mark.parametrize("flags, message", [
+    (["--only", "cost,decodng"], "no part 'decodng', did you mean 'decoding'?"),
+    (["--only", "cost", "--devices=0"], "--devices and --rounds are at least 1")])
+def test_bad_flags(flags, message):
+    assert bench(*flags, code=1) == f"error: {message}\n"
 
 
 @pytest.mark.parametrize("part", ["training", "muon", "head", "data", "decoding"])
@@ -57,10 +60,11 @@ def test_every_part_measures_what_it_says(part, monkeypatch):
         for function in functions.values():
             function()
         return SimpleNamespace(**{name: 2.0 for name in functions})
-    rows = list(peers.PARTS[part](seconds, **({"rounds": 1} if part == "muon" else {})))
+    seconds.rounds = 1
+    rows = list(peers.PARTS[part](seconds))
     for what, value, bound in rows:
         assert value > 0 and bound.split()[0] in ("<=", ">=") and float(bound.split()[1]) > 0, what
-    exact = {"training": [1, None, 1, 1, 1], "head": [1, 0.125], "data": [1, 1 / 16, 2, 50], "decoding": [1, 64, 1, 64]}
+    exact = {"training": [1, None, 1, 1, 1, None], "head": [1, 0.125], "data": [1, 1 / 16, 2, 50], "decoding": [1, 64, 1, 64]}
     assert all(e is None or e == row[1] for e, row in zip(exact.get(part, [1]), rows))
     assert part != "muon" or rows[2][1] == 0.5  # half of the momentum on each of two ranks
 
@@ -94,6 +98,7 @@ def test_textbook_muon():
 
 def test_head_losses(monkeypatch):
     monkeypatch.setattr(peers, "HEAD", (64, 300, 8))
+    monkeypatch.setattr(peers, "Z", 0)
     gradients = []
     for make in (peers.chunked_head, peers.plain_head):
         run = make()
