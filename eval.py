@@ -232,7 +232,7 @@ if __name__ == "__main__":
 
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    model, tokenizer, checkpoint = load_model(args.ckpt or die("give --ckpt; only --dump of --data needs none"))
+    model, tokenizer, checkpoint = load_model(args.ckpt or die("give --ckpt, or --dump with tasks in --data"))
     documents |= {name: list(heldout(checkpoint, tokenizer, args.limit)) for name in tasks if name == "heldout"}
     plls = [f"pll{n}" for n in sorted({*map(int, args.pll.split(","))})] * ("pll" in asked)
     modes = [mode for mode in ("ar", "prefix") if mode in asked] + plls + ["mc"] * ("mc" in asked)
