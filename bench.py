@@ -1,8 +1,7 @@
 """
 How fast, against what: ratios of times measured in turn, in one run, so that anyone can check them on any machine.
 
-    python bench.py --json bench.json                                        # about half an hour on 2 cores
-    python bench.py --only muon,decoding                                     # these parts
+    python bench.py --json bench.json                                        # some 40 minutes on 2 cores
     python bench.py --only cost --devices 8 --peak_flops 989e12 --mfu 0.4    # arithmetic, of the paper's model
 
 Needs requirements-dev.txt; what is timed, ours and others', is in tests/peers.py. `evaluation` reads data/tasks.
@@ -42,9 +41,10 @@ if __name__ == "__main__":
     parts, table = peers.PARTS | {"cost": cost}, []
     args = flags(__doc__, only=",".join(parts), rounds=7, json=os.devnull, devices=1, peak_flops=0.0, mfu=0.4)
     names, seconds.rounds = args.only.split(","), args.rounds
-    if unknown := [name for name in names if name not in parts]:
-        die(f"no part '{unknown[0]}'{suggest(unknown[0], [*parts])}")
-    for name in names if min(args.devices, args.rounds) > 0 else die("--devices and --rounds are at least 1"):
+    bad = [name for name in names if name not in parts]
+    if bad or min(args.devices, args.rounds) < 1:
+        die(f"no part '{bad[0]}'{suggest(bad[0], [*parts])}" if bad else "--devices and --rounds are at least 1")
+    for name in names:
         for what, value, bound in parts[name](seconds):
             table.append(dict(part=name, what=what, value=float(value), bound=bound))
             print(f"{value:10.4g}  {bound:<9}{name}: {what}", flush=True)
