@@ -1,13 +1,26 @@
 """
-Every setting of a run: defaults (the paper's 470M model), changed by config files, then by --key=value. A config file
-is plain Python (it is executed: run only files you trust) whose public int, float, bool and str names are settings.
+The settings of a run: defaults, changed by config files, then by the command line.
+
+A config file is plain Python that assigns settings. It is executed: run only files you trust.
 """
-import argparse, ast, contextlib, dataclasses, difflib, glob, inspect, os, runpy, sys, time
+
+import ast
+import dataclasses
+import glob
+import inspect
+import os
+import re
+import runpy
+import sys
 from fractions import Fraction
 
+from errors import die, suggest
+
+
+# fmt: off
 @dataclasses.dataclass
 class Settings:
-    # model: a plain Llama; these defaults are the paper's 467.6M parameters
+    # the model: a plain Llama; these defaults are the paper's 467.6M parameters
     n_layer: int = 24             # transformer blocks
     n_head: int = 16              # attention heads
     n_embd: int = 1024            # width
@@ -16,14 +29,15 @@ class Settings:
     seq_len: int = 2048           # tokens in a training window
     rope_theta: float = 160000.0  # base of the rotary frequencies
     norm_eps: float = 1e-7        # RMSNorm epsilon
-    extra_head: bool = False      # the released models' head: linear, tanh-GELU, linear with bias; not for training
+    extra_head: bool = False      # the head of the released models; not for training
     # the run and its two objectives
     data_dir: str = "data/hplt"   # what prepare.py wrote
     out_dir: str = "out/run"      # checkpoints and log.jsonl go here
+    init_from: str = ""           # start from this checkpoint: its model and, if saved, optimizer
     seed: int = 1                 # weights, data order and masks
-    alpha: str = "auto"           # share of AR sequences: "63/64", 0.5, or "auto" = min(63/64, 16/repetitions)
+    alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
     repetitions: int = 1          # R: how often each token of the unique subset is seen
-    ar_weight: float = 1.0        # the paper's runs had 2 here (see its erratum)
+    ar_weight: float = 1.0        # weight of AR in Eq. 5; the paper's runs had 2 (see its erratum)
     # optimization
     batch_size: int = 2048        # sequences in a step, over all devices
     micro_batch_size: int = 8     # sequences in a slot: one forward pass, one objective
@@ -40,88 +54,169 @@ class Settings:
     save_interval: int = 256      # steps between checkpoints
     log_interval: int = 8         # steps between log lines
     keep: int = 1                 # checkpoints kept beside ckpt_decay.pt
-    resume: bool = False          # go on from the newest checkpoint in out_dir
-    device: str = "auto"          # "cuda", "mps", "cpu"
-    dtype: str = "auto"           # of the forward pass: "bfloat16" on CUDA, "float32" elsewhere
-    compile: bool = True          # torch.compile the transformer (needs a C++ compiler on CPU)
+    resume: bool = False          # continue from the newest checkpoint in out_dir
+    device: str = "auto"          # cuda, mps or cpu
+    dtype: str = "auto"           # of the forward pass: bfloat16 on CUDA, float32 elsewhere
+    compile: bool = True          # torch.compile the transformer; never on MPS
     wandb: bool = False           # also log to Weights & Biases
+# fmt: on
 
-FREE_ON_RESUME = {"data_dir", "out_dir", "eval_interval", "save_interval", "log_interval", "keep", "resume", "device",
-                  "dtype", "compile", "wandb"}  # all other settings define what a run computes
 
-def die(message):
-    """A user's mistake, or the machine's refusal (disk full): one line, from one process of a host; exit status 1."""
-    first = message and not int(os.environ.get("LOCAL_RANK", 0))
-    time.sleep(0 if first else 5)  # torchrun ends all processes with the first: let that be the one that speaks
-    sys.exit(f"error: {message}".replace("\n", " ") if first or isinstance(message, OSError) else 1)
+NAMES = [field.name for field in dataclasses.fields(Settings)]
 
-def excepthook(kind, error, trace):
-    """What the machine refuses or lacks is one line too; any other exception is a bug and shows where it is."""
-    if issubclass(kind, KeyboardInterrupt):
-        sys.exit(128 + 2)  # Ctrl-C needs no explanation
-    if issubclass(kind, ImportError) and error.name:
-        die(f"{error}: pip install {error.name.partition('.')[0].replace('sklearn', 'scikit-learn')}")
-    die(error) if issubclass(kind, OSError) else sys.__excepthook__(kind, error, trace)
-sys.excepthook = excepthook
+# What an --init_from checkpoint decides; all of the model but the length of its windows.
+MODEL = ["n_layer", "n_head", "n_embd", "n_ff", "vocab_size", "rope_theta", "norm_eps"]
 
-def suggest(name, names):
-    close = difflib.get_close_matches(name, names, n=1)
-    return f", did you mean '{close[0]}'?" if close else f"; there are: {', '.join(names) or 'none'}"
+# A resumed run may change these; all others define what it computes.
+FREE_ON_RESUME = ["data_dir", "out_dir", "init_from", "eval_interval", "save_interval"]
+FREE_ON_RESUME += ["log_interval", "keep", "resume", "device", "dtype", "compile", "wandb"]
 
-def flags(doc, others=False, **defaults):
-    """The command line of a script: a flag is of the type of its default, or one of a tuple; others: also the rest."""
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    for name, value in defaults.items():
-        kinds = {bool: {"action": "store_true"}, list: {"nargs": "+"}, tuple: {"choices": value}}
-        kind, value = kinds.get(type(value), {"type": type(value)}), value[0] if type(value) is tuple else value
-        parser.add_argument("--" + name, default=value, help=f"({value})", **kind)
-    return parser.parse_known_args() if others else parser.parse_args()
+# What other projects call a setting.
+ALIASES = {
+    "lr": "learning_rate",
+    "max_iters": "max_steps",
+    "epochs": "repetitions",
+    "block_size": "seq_len",
+    "context_length": "seq_len",
+}
 
+
+# ---- reading them --------------------------------------------------------------------------------
 def load_settings(argv, usage):
-    if {"-h", "--help"} & set(argv):
-        print(usage.strip(), "\nsettings (--key=value):", *inspect.getsource(Settings).split("\n")[2:], sep="\n")
+    """Return the settings that a command line asks for: config files in order, then its flags."""
+    if "-h" in argv or "--help" in argv:
+        print(usage.strip(), "\n\nsettings (--key=value):")
+        print(*inspect.getsource(Settings).splitlines()[2:], sep="\n")
         sys.exit()
-    s, changes = Settings(), []
-    for path in (arg for arg in argv if not arg.startswith("--")):
-        try:
-            changes += [(path, k, v) for k, v in runpy.run_path(path).items()
-                        if k in vars(s) or isinstance(v, (int, float, str)) and not k.startswith("_")]
-        except (Exception, SystemExit) as error:
-            missing = f"no config file '{path}'{suggest(path, sorted(glob.glob('config/*.py')))}"
-            die(f"{path}: {type(error).__name__}: {error}" if os.path.isfile(path) else missing)
-    changes += [("command line", *arg[2:].partition("=")[::2]) for arg in argv if arg.startswith("--")]
-    for where, name, value in changes:
-        if name not in vars(s):
-            die(f"{where}: no setting named '{name}'{suggest(name, list(vars(s)))}")
-        kind = type(getattr(s, name))  # the type of a default is the type of its setting
-        if where == "command line" and kind is not str and len(value) < 100:
-            with contextlib.suppress(Exception):  # what is no Python literal stays a string, and is refused
-                value = ast.literal_eval(value)
-        if type(value) in (int, float) and (kind is float or name == "alpha" or kind is int and value % 1 == 0):
-            value = kind(value)  # 1 for 1.0, 1e5 for 100000, 0.5 for "0.5"
-        if type(value) is not kind or value == "":
-            die(f"{where}: '{name}' is {kind.__name__}, got {value!r}")
-        setattr(s, name, value)
-    return check(s)
+    s = Settings()
+    paths, flags = split_arguments(argv)
+    for path in paths:
+        for name, value in read_config(path).items():
+            change(s, name, value, path)
+    for name, value in flags:
+        change(s, name, value, "command line")
+    check(s)
+    check_schedule(s)
+    return s
 
+
+def split_arguments(argv):
+    """Return the config files and the (name, value) pairs: --name=value, --name value, --flag."""
+    paths, flags = [], []
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.startswith("--"):
+            paths.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        is_switch = name in NAMES and isinstance(getattr(Settings, name), bool)
+        if not equals and is_switch:
+            follows = arguments[0].lower() if arguments else ""
+            value = arguments.pop(0) if follows in ("true", "false") else "True"
+        elif not equals and arguments and not arguments[0].startswith("--"):
+            value = arguments.pop(0)
+        flags.append((name, value))
+    return paths, flags
+
+
+def read_config(path):
+    """Run a config file and return what it sets: its public numbers, strings and booleans."""
+    if not os.path.isfile(path):
+        die(f"no config file '{path}'{suggest(path, sorted(glob.glob('config/*.py')))}")
+    try:
+        names = runpy.run_path(path)
+    except (Exception, SystemExit) as error:
+        die(f"{path}: {type(error).__name__}: {error}")
+    values = {}
+    for name, value in names.items():
+        plain = isinstance(value, (int, float, str)) and not name.startswith("_")
+        if plain or name in NAMES:
+            values[name] = value
+    return values
+
+
+def change(s, name, value, where):
+    """Set one setting, of the type of its default; refuse an unknown name or another type."""
+    if name not in NAMES:
+        hint = f", did you mean '{ALIASES[name]}'?" if name in ALIASES else suggest(name, NAMES)
+        die(f"{where}: no setting named '{name}'{hint}")
+    kind = type(getattr(s, name))
+    if where == "command line" and kind is not str:
+        value = parse_literal(value)
+    if type(value) in (int, float):
+        whole = value == value // 1  # 1e5 is a whole number; infinity and NaN are not
+        if kind is float or name == "alpha" or (kind is int and whole):
+            value = kind(value)  # 1 for 1.0, 1e5 for 100000, 0.5 for "0.5"
+    if type(value) is not kind or (value == "" and name != "init_from"):
+        die(f"{where}: '{name}' is {kind.__name__}, got {value!r}")
+    setattr(s, name, value)
+
+
+def parse_literal(text):
+    """Return the number or truth value that a text spells, or else the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text) if len(text) < 100 else text
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+# ---- checking them -------------------------------------------------------------------------------
 def check(s):
-    """Refuse settings that cannot work; write alpha as a fraction in lowest terms."""
+    """Refuse settings that cannot work. Write alpha as a fraction in lowest terms."""
+
     def ensure(holds, name, rule):
         if not holds:
             die(f"'{name}' must be {rule}; got {getattr(s, name)}")
+
+    may_be_zero = ["seed", "decay_steps"]
     for name, value in vars(s).items():
-        low = 0 if type(value) is float or name.endswith("_interval") or name in ("seed", "decay_steps") else 1
-        ensure(type(value) not in (int, float) or low <= value <= 1e15, name, f"from {low} to 1e15")
-    auto = min(Fraction(63, 64), Fraction(16, s.repetitions))  # 63/64 up to 16 repetitions, then 16 repetitions for AR
-    alpha, fit = Fraction(-1), max(s.batch_size // s.micro_batch_size, 1) * s.micro_batch_size
-    with contextlib.suppress(ValueError, ArithmeticError):  # no Fraction("1e999999999"), which takes forever
-        alpha = auto if s.alpha == "auto" else Fraction(s.alpha if "/" in str(s.alpha) else float(s.alpha))
+        if type(value) is float or name.endswith("_interval") or name in may_be_zero:
+            ensure(0 <= value <= 1e15, name, "from 0 to 1e15")
+        elif type(value) is int:
+            ensure(1 <= value <= 1e15, name, "from 1 to 1e15")
+
+    alpha = parse_alpha(s.alpha, s.repetitions)
     ensure(0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto")
-    ensure(s.n_embd % (2 * s.n_head) == 0, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
+    s.alpha = str(alpha)
+
+    even_heads = s.n_embd % (2 * s.n_head) == 0
+    ensure(even_heads, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
     ensure(s.n_layer <= 1000, "n_layer", "at most 1000")
-    ensure(s.batch_size == fit, "batch_size", f"a multiple of micro_batch_size: {fit} or {fit + s.micro_batch_size}")
+    lower = max(s.batch_size // s.micro_batch_size, 1) * s.micro_batch_size
+    upper = lower + s.micro_batch_size
+    whole_slots = s.batch_size == lower
+    ensure(whole_slots, "batch_size", f"a multiple of micro_batch_size: {lower} or {upper}")
     ensure(2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens {s.eval_tokens}")
     ensure(s.decay_steps <= s.max_steps, "decay_steps", f"at most max_steps {s.max_steps}")
     ensure(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")
-    s.alpha = str(alpha.limit_denominator(4096))
     return s
+
+
+def parse_alpha(text, repetitions):
+    """Return alpha as the exact fraction that a text spells, or -1 if it spells none."""
+    if text == "auto":
+        # The paper's two recommendations: 63/64 up to 16 repetitions, then 16 repetitions for AR.
+        return min(Fraction(63, 64), Fraction(16, repetitions))
+    number = r"\d{1,18}"
+    decimal = r"\d{0,18}\.?\d{1,18}(e-?\d{1,2})?"
+    if re.fullmatch(f"{number}/{number}|{decimal}", str(text)):
+        try:
+            return Fraction(text)
+        except ZeroDivisionError:
+            pass
+    return Fraction(-1)
+
+
+def check_schedule(s):
+    """Refuse an alpha that is too fine for the number of slots in this run."""
+    alpha = Fraction(s.alpha)
+    n_slots = s.max_steps * s.batch_size // s.micro_batch_size
+    if alpha.denominator > n_slots:
+        die(
+            f"alpha {s.alpha} cannot be scheduled: it needs {alpha.denominator:,} slots, this run "
+            f"has {n_slots:,} (max_steps * batch_size / micro_batch_size); the nearest that can "
+            f"is {alpha.limit_denominator(n_slots)}"
+        )

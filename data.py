@@ -1,78 +1,199 @@
 """
-The data of a run, as pure functions: which tokens, in which order, under which objective, with which masks. Nothing
-depends on rank, number of devices or history: a run resumes from its step alone, and alpha changes no sequence.
-A prepared folder holds train.bin and val.bin (uint16 tokens; every document opens with <s>), train.idx and val.idx
-(uint64: where each document starts, and the end), tokenizer.json and meta.json (counts, sizes, hashes).
+The data of a run, as pure functions: which tokens, in which order, under which objective, with
+which masks. Nothing depends on the rank, on the number of devices or on history. So a run resumes
+from its step alone, and runs that differ in alpha see the same sequences.
+
+A prepared folder (see prepare.py) holds
+
+    train.bin, val.bin   token ids, uint16 or uint32; every document opens with <s>
+    train.idx, val.idx   uint64: where each document starts, and at the end the number of tokens
+    tokenizer.json       the tokenizer
+    meta.json            counts; the size and the hash of every file
+
+Shapes: B sequences of T tokens. A window has T + 1: the inputs, and the targets one further.
 """
-import hashlib, json, os, pathlib, sys
+
+import hashlib
+import json
+import os
 from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from numpy.random import default_rng  # of a key: a generator that depends on it alone
-from configurator import die
+import tokenizers
+import torch
+from numpy.random import default_rng  # given a key, a generator that depends on it alone
 
-BOS, MASK, N_SPECIAL = 1, 4, 16  # <s> opens each document, <mask> hides a token; all ids below N_SPECIAL are special
-VERSION, FILES = 1, ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
-SUBSET, EPOCH, COUNTS, MASKS = range(4)  # independent random streams
+from errors import die
 
-def fingerprint(path, block=2 ** 20, blocks=256):
-    """[size, hash]: of the whole file up to 256 MiB, of 256 evenly spaced MiB of a larger one, so quick at any size."""
-    size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as f:
-        for i in range(min(blocks, -(-size // block))):
-            f.seek(max(i * block, i * (size - block) // (blocks - 1)))
-            digest.update(f.read(block))
+FORMAT_VERSION = 1
+FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
+
+# The first ids of a tokenizer that prepare.py trains, in this order.
+SPECIAL_TOKENS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"]
+SPECIAL_TOKENS += [f"<special_{i}>" for i in range(11)]
+
+# How a tokenizer of others may call the token that opens a document.
+BOS_NAMES = ["<s>", "<|begin_of_text|>", "<|endoftext|>"]
+
+# First entry of a random generator's key after the seed: independent streams of random numbers.
+SUBSET, EPOCH, COUNTS, MASKS = range(4)
+
+
+# ---- opening a prepared folder -------------------------------------------------------------------
+class SpecialIds(NamedTuple):
+    bos: int  # opens every document
+    mask: int  # hides a token
+    all: tuple[int, ...]  # these and the other special tokens: never masked
+
+
+class Split(NamedTuple):
+    tokens: np.ndarray  # (number of tokens,)
+    starts: np.ndarray  # (documents + 1,): where each document starts, and the end
+
+
+class Corpus(NamedTuple):
+    train: Split
+    val: Split
+    tokenizer: str  # the text of tokenizer.json
+    special: SpecialIds
+    files: dict  # {name: fingerprint}: tells whether a run continues on the same data
+
+
+def find_special_ids(tokenizer_json):
+    """Return the special ids of a tokenizer, given the text of its tokenizer.json."""
+    ids = {}
+    for token in json.loads(tokenizer_json)["added_tokens"]:
+        if token["special"]:
+            ids[token["content"]] = token["id"]
+    names = [name for name in BOS_NAMES if name in ids]
+    if not names or "<mask>" not in ids:
+        raise ValueError(f"the tokenizer has no <mask>, or none of {', '.join(BOS_NAMES)}")
+    return SpecialIds(ids[names[0]], ids["<mask>"], tuple(sorted(ids.values())))
+
+
+def token_dtype(vocab_size):
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def fingerprint(path):
+    """Return the size and a hash of a file.
+
+    The hash covers all of a file up to 256 MiB, and 256 evenly spaced MiB of a larger one, so it
+    is quick at any size.
+    """
+    MiB, n_blocks = 2**20, 256
+    size = os.path.getsize(path)
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        for i in range(min(n_blocks, -(-size // MiB))):
+            file.seek(max(i * MiB, i * (size - MiB) // (n_blocks - 1)))
+            digest.update(file.read(MiB))
     return [size, digest.hexdigest()]
 
-def open_data(data_dir, vocab_size):
-    """{split: (tokens, starts)}, memory-mapped, and what meta.json says, after checking one against the other."""
-    try:
-        meta = json.loads(pathlib.Path(data_dir, "meta.json").read_bytes())
-        for name in FILES:
-            if meta["version"] != VERSION or fingerprint(f"{data_dir}/{name}") != meta["files"][name]:
-                die(f"{data_dir}/{name} is not what meta.json says, or not of format {VERSION}: run prepare.py again")
-        if meta["vocab_size"] > vocab_size:
-            die(f"{data_dir} has {meta['vocab_size']} token ids: vocab_size {vocab_size} is too small")
-        kinds = (".bin", np.uint16), (".idx", np.uint64)
-        data = {k: [np.memmap(f"{data_dir}/{k}{end}", dtype, "r") for end, dtype in kinds] for k in ("train", "val")}
-        for tokens, starts in data.values():
-            if starts[0] != 0 or starts[-1] != len(tokens) or (starts[1:] <= starts[:-1]).any():
-                raise ValueError("documents overlap, or go beyond the end")
-        meta["tokenizer"] = pathlib.Path(data_dir, "tokenizer.json").read_text("utf-8")
-        meta["token_bytes"] = np.zeros(2 ** 16)  # how much text a token stands for: BPE spells each byte as a character
-        for token, i in json.loads(meta["tokenizer"])["model"]["vocab"].items():
-            meta["token_bytes"][i] = len(token) if i >= N_SPECIAL else 0
-        return data, meta
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
-        die(f"{data_dir} is not prepared, or damaged ({type(error).__name__}: {error}); "
-            f"make it with: python prepare.py [--input FILES --out {data_dir}]")
 
+def open_corpus(data_dir, vocab_size):
+    """Open a prepared folder, its tokens memory-mapped, after checking it against its meta.json."""
+    folder = Path(data_dir)
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+        if meta["version"] != FORMAT_VERSION:
+            die(f"{data_dir} has format {meta['version']}, not {FORMAT_VERSION}: prepare it again")
+        for name in FILES:
+            if fingerprint(folder / name) != meta["files"][name]:
+                die(f"{folder / name} is not as meta.json describes it: run prepare.py again")
+        if meta["vocab_size"] > vocab_size:
+            die(f"vocab_size {vocab_size} is too small: {data_dir} has {meta['vocab_size']} ids")
+
+        splits = {}
+        for name in ("train", "val"):
+            tokens = np.memmap(folder / f"{name}.bin", token_dtype(meta["vocab_size"]), "r")
+            starts = np.memmap(folder / f"{name}.idx", np.uint64, "r")
+            if starts[0] != 0 or starts[-1] != len(tokens) or (starts[1:] <= starts[:-1]).any():
+                raise ValueError(f"the documents of {name}.idx overlap, or go beyond the end")
+            splits[name] = Split(tokens, starts)
+
+        tokenizer = (folder / "tokenizer.json").read_text("utf-8")
+        return Corpus(
+            train=splits["train"],
+            val=splits["val"],
+            tokenizer=tokenizer,
+            special=find_special_ids(tokenizer),
+            files=meta["files"],
+        )
+    except FileNotFoundError as error:
+        die(
+            f"{data_dir} is not a prepared folder, {os.path.basename(error.filename)} is missing; "
+            f"make it with: python prepare.py [--input FILES --out {data_dir}]"
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
+    except RecursionError:
+        die(f"{data_dir} is damaged (its JSON is nested too deeply): run prepare.py again")
+
+
+# ---- the order of the data -----------------------------------------------------------------------
 class Stream:
-    """The windows of a run. Repetition R means: of the N windows in all, W = ceil(N / R) are unique. A seeded choice of
-    documents gives exactly W * T tokens (the last one is cut); every epoch permutes the documents anew, packs them into
-    one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>, and cuts it into W windows, read in shuffled order."""
-    def __init__(self, tokens, starts, s):
-        T, N = s.seq_len, s.max_steps * s.batch_size
-        self.tokens, self.T, self.W, self.seed, self.epoch = tokens, T, -(-N // s.repetitions), s.seed, None
-        if len(tokens) < self.W * T:
-            n = len(tokens) // T  # windows
-            advice = f"raise repetitions to at least {-(-N // n)}" if n else f"less than one window of seq_len {T:,}"
-            die(f"corpus has {len(tokens):,} tokens, this run needs {self.W * T:,}: {advice}")
+    """The windows of a run.
+
+    R repetitions mean that of the N windows in all, W = ceil(N / R) are unique. A seeded choice of
+    documents has exactly W * T tokens, the last document being cut. Every epoch permutes these
+    documents anew, packs them into one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>,
+    and cuts it into W windows, which are read in shuffled order.
+    """
+
+    def __init__(self, corpus, s):
+        tokens, starts = corpus.train
+        n_windows = s.max_steps * s.batch_size
+        self.seed = s.seed
+        self.special = corpus.special
+        self.tokens = tokens
+        self.T = s.seq_len
+        self.W = -(-n_windows // s.repetitions)
+        self.epoch = None
+        self.check_size(s)
+
+        # Take documents in a random order until they have W * T tokens.
+        n_tokens = self.W * self.T
         order = default_rng((s.seed, SUBSET)).permutation(len(starts) - 1)
-        ends = np.cumsum((starts[1:] - starts[:-1]).astype(np.int64)[order])
-        n = np.searchsorted(ends, self.W * T) + 1
-        self.first = starts[order[:n]].astype(np.int64)  # where the chosen documents begin in the file
-        self.length = np.diff(ends[:n - 1], prepend=0, append=self.W * T)
+        lengths = np.diff(starts.astype(np.int64))[order]
+        ends = np.cumsum(lengths)
+        n_documents = np.searchsorted(ends, n_tokens) + 1
+        self.first = starts[order[:n_documents]].astype(np.int64)  # their places in the file
+        self.length = lengths[:n_documents]
+        self.length[-1] -= ends[n_documents - 1] - n_tokens
+
+    def check_size(self, s):
+        """Refuse a run that needs more tokens than there are, and say what would fit."""
+        needed, present = self.W * self.T, len(self.tokens)
+        if needed <= present:
+            return
+        n_windows = present // self.T
+        problem = f"the corpus has {present:,} training tokens, this run needs {needed:,}"
+        if n_windows == 0:
+            die(f"{problem}; not even one window fits: lower seq_len {self.T}")
+        repetitions = -(-s.max_steps * s.batch_size // n_windows)
+        max_steps = n_windows * s.repetitions // s.batch_size
+        advice = f"raise repetitions to at least {repetitions}"
+        if max_steps > 0:
+            advice += f", or lower max_steps to {max_steps} (and decay_steps with it)"
+        die(f"{problem}: {advice}")
 
     def start_epoch(self, epoch):
-        self.epoch, generator = epoch, default_rng((self.seed, EPOCH, epoch))
+        """Lay out the stream of an epoch, a function of the seed and the epoch alone."""
+        self.epoch = epoch
+        generator = default_rng((self.seed, EPOCH, epoch))
         documents = generator.permutation(len(self.first))
-        self.bounds = np.append(0, np.cumsum(self.length[documents]))  # where each begins in the stream, and the end
-        self.offset = self.first[np.append(documents, 0)] - self.bounds  # at the end <s>, as any document opens
+        # Where each document begins in the stream, and where the stream ends.
+        self.bounds = np.append(0, np.cumsum(self.length[documents]))
+        # From a place in the stream to one in the file. What closes the stream is <s>, with which
+        # any document opens: document 0 will do.
+        self.offset = self.first[np.append(documents, 0)] - self.bounds
         self.shuffled = generator.permutation(self.W)
 
     def window(self, index):
-        """(T + 1,) tokens: the T inputs and, shifted by one, the T targets of global sequence `index`."""
+        """Return the T + 1 tokens of sequence `index`, counted over the whole run."""
         epoch, i = divmod(index, self.W)
         if epoch != self.epoch:
             self.start_epoch(epoch)
@@ -80,57 +201,155 @@ class Stream:
         documents = np.searchsorted(self.bounds, places, side="right") - 1
         return self.tokens[places + self.offset[documents]].astype(np.int64)
 
-# ---- the two objectives: inputs and weights of a window; the targets of both are x0[1:], the project's one shift -----
+
+# ---- the two objectives: what a window x0 becomes ------------------------------------------------
+# The targets of both are x0[1:]. This is the project's one shift: the state at i predicts i + 1.
+class Example(NamedTuple):
+    inputs: np.ndarray  # (T,)
+    weights: np.ndarray  # (T,): the weight of each target's cross-entropy in the loss
+
+
 def is_ar(slot, alpha):
-    """Slot `slot`, counted over all steps, runs AR; of any `den` in a row exactly `num` do, where alpha = num/den."""
+    """Say whether a slot, counted over all steps, trains AR; otherwise it trains MD.
+
+    Of every `den` consecutive slots exactly `num` do, where alpha = num / den.
+    """
     return slot * alpha.numerator % alpha.denominator < alpha.numerator
 
+
 def ar_example(x0):
-    """Eq. (2), per token: clean inputs, the mean over all T targets, a document's closing <s> included."""
-    return x0[:-1], np.full(len(x0) - 1, 1 / (len(x0) - 1))
+    """Eq. 2 per token: the mean over all T targets, a document's closing <s> included."""
+    T = len(x0) - 1
+    return Example(x0[:-1], np.full(T, 1 / T))
 
-def md_example(x0, u, generator):
-    """Eq. (4), per token: 1/M int_0^1 E[1/t sum of CE over the masked] dt, where t is the probability of each mask.
-    A set of k of M masks has weight int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)) in it: as if k were uniform on 1..M,
-    the set uniform given k, and the loss the mean CE over its k tokens. So we draw k, by u in [0, 1), and no t: exact,
-    no epsilon, less variance. Never masked: special tokens, x0[0] (nothing predicts it), x0[T] (it is not an input)."""
-    maskable = 1 + np.flatnonzero(x0[1:-1] >= N_SPECIAL)
-    k = min(1 + int(u * len(maskable)), len(maskable))
+
+def find_maskable(x0, special):
+    """Return the places in x0 that may be masked.
+
+    Not the special tokens, not x0[0], which nothing predicts, not x0[T], which is not an input.
+    """
+    return 1 + np.flatnonzero(~np.isin(x0[1:-1], special.all))
+
+
+def md_example(x0, u, generator, special):
+    """Eq. 4 per token: 1/M int_0^1 E[1/t * sum of CE over the masked] dt, of M maskable tokens.
+
+    t is the probability of a mask. A set of k masks has the weight int t^(k-1) (1-t)^(M-k) dt
+    = 1 / (k C(M, k)) in that integral: as if k were uniform on 1..M, the set uniform given k, and
+    the loss the mean CE over its k tokens. So we draw k (by u, uniform on [0, 1)) instead of t,
+    which is exact, needs no epsilon and has less variance.
+    """
+    maskable = find_maskable(x0, special)
+    M = len(maskable)
+    k = min(1 + int(u * M), M)  # 0 only if M is
     masked = generator.permutation(maskable)[:k]
-    xt, w = x0[:-1].copy(), np.zeros(len(x0) - 1)
-    xt[masked], w[masked - 1] = MASK, 1 / max(k, 1)  # the token at p is predicted at p - 1
-    return xt, w
+    xt = x0[:-1].copy()
+    xt[masked] = special.mask
+    weights = np.zeros(len(xt))
+    weights[masked - 1] = 1 / max(k, 1)  # the token at p is predicted at p - 1
+    return Example(xt, weights)
 
-def collate(windows, examples, prefix, vocab_size):
-    """Inputs, targets, weights: (B, T); prefix: (B,)."""
-    inputs, weights = map(np.stack, zip(*examples))
-    if np.max(windows) >= vocab_size:
-        sys.exit(f"error: the data hold token id {np.max(windows)}, but vocab_size is {vocab_size}")  # on any rank
-    return inputs, np.stack(windows)[:, 1:], weights.astype(np.float32), np.full(len(windows), prefix)
 
-def train_slot(stream, s, step, slot):
-    """Slot 0 <= slot < S of a step: micro_batch_size sequences, one objective; loss = the mean over its sequences."""
-    B, S = s.micro_batch_size, s.batch_size // s.micro_batch_size
-    first = step * s.batch_size + slot * B
-    ar = is_ar(step * S + np.arange(S), Fraction(s.alpha))
-    windows = [stream.window(i) for i in range(first, first + B)]
-    if ar[slot]:
-        examples = map(ar_example, windows)
-    else:  # one jittered grid over [0, 1) for all MD sequences of the step, dealt out by a permutation
-        generator, n = default_rng((s.seed, COUNTS, step)), B * np.count_nonzero(~ar)
-        u = ((generator.permutation(n) + generator.random()) / n).reshape(-1, B)[np.count_nonzero(~ar[:slot])]
-        examples = [md_example(x0, u[i], default_rng((s.seed, MASKS, first + i))) for i, x0 in enumerate(windows)]
-    x, y, w, prefix = collate(windows, examples, 0 if ar[slot] else s.seq_len, s.vocab_size)
-    return x, y, w / np.float32(B), prefix, bool(ar[slot])
+# ---- batches -------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """Sequences of one objective. In training the weights of each sequence sum to 1."""
 
-def val_batches(tokens, s):
-    """(ar, md) batches of the same maskable targets; a row's weights sum to their number; the masks never change."""
-    T, B, n = s.seq_len, s.micro_batch_size, min(s.eval_tokens, len(tokens) - 1) // s.seq_len
+    inputs: torch.Tensor  # (B, T) token ids
+    targets: torch.Tensor  # (B, T) token ids
+    weights: torch.Tensor  # (B, T)
+    segments: torch.Tensor  # (B, T): the document that a position belongs to, from 1
+    prefix: torch.Tensor  # (B,): positions that all may see: none in AR, all in MD
+    is_ar: bool
+
+    def to(self, device):
+        """Copy the tensors to a device. From pinned memory a GPU fetches them while it works."""
+        tensors = self[:-1]
+        if device == "cuda":
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.is_ar)
+
+
+def make_batch(windows, examples, is_ar, special):
+    """Stack windows and what an objective made of them."""
+    inputs = np.stack([example.inputs for example in examples])
+    targets = np.stack([x0[1:] for x0 in windows])
+    weights = np.stack([example.weights for example in examples])
+    B, T = inputs.shape
+    # A document is told by the <s> that opens it, which is never masked.
+    segments = 1 + np.cumsum(inputs == special.bos, axis=1)
+    prefix = np.full(B, 0 if is_ar else T)
+    arrays = inputs, targets, weights.astype(np.float32), segments, prefix
+    return Batch(*(torch.from_numpy(array) for array in arrays), is_ar)
+
+
+def mask_shares(s, step):
+    """Return (slots, sequences in a slot): the u of md_example for each sequence of a step.
+
+    All MD sequences of the step share one jittered regular grid over [0, 1), dealt out by a
+    permutation: each u is uniform, and together they cover the mask counts evenly.
+    """
+    n_slots = s.batch_size // s.micro_batch_size
+    slots = step * n_slots + np.arange(n_slots)
+    md = ~is_ar(slots, Fraction(s.alpha))
+    n = np.count_nonzero(md) * s.micro_batch_size
+    generator = default_rng((s.seed, COUNTS, step))
+    grid = (generator.permutation(n) + generator.random()) / max(n, 1)
+    shares = np.full((n_slots, s.micro_batch_size), np.nan)
+    shares[md] = grid.reshape(-1, s.micro_batch_size)
+    return shares
+
+
+def train_batch(stream, s, step, slot):
+    """Return the micro_batch_size sequences of one slot of a step, 0 <= slot < slots in a step."""
+    first = step * s.batch_size + slot * s.micro_batch_size
+    indices = range(first, first + s.micro_batch_size)
+    windows = [stream.window(i) for i in indices]
+    n_slots = s.batch_size // s.micro_batch_size
+    ar = is_ar(step * n_slots + slot, Fraction(s.alpha))
+    if ar:
+        examples = [ar_example(x0) for x0 in windows]
+    else:
+        examples = []
+        for i, x0, u in zip(indices, windows, mask_shares(s, step)[slot]):
+            generator = default_rng((s.seed, MASKS, i))
+            examples.append(md_example(x0, u, generator, stream.special))
+    return make_batch(windows, examples, ar, stream.special)
+
+
+def count_val_windows(corpus, s):
+    """Return how many held-out windows a validation reads: whole batches, of one shape."""
+    n = min(s.eval_tokens, len(corpus.val.tokens) - 1) // s.seq_len
+    return n - n % min(n, s.micro_batch_size)
+
+
+def bytes_per_token(corpus, s):
+    """Return how many bytes of text an ordinary token of the validation stands for."""
+    tokens = corpus.val.tokens[: count_val_windows(corpus, s) * s.seq_len]
+    text = tokenizers.Tokenizer.from_str(corpus.tokenizer).decode(tokens.tolist())
+    n_ordinary = np.count_nonzero(~np.isin(tokens, corpus.special.all))
+    return len(text.encode()) / max(n_ordinary, 1)
+
+
+def val_batches(corpus, s):
+    """Yield pairs of an AR and an MD batch with the same held-out targets, the maskable ones.
+
+    The masks are the same in every validation of every run. Unlike in training, the weights of a
+    sequence sum to its number of targets.
+    """
+    T, B = s.seq_len, s.micro_batch_size
+    n = count_val_windows(corpus, s)
     grid = (default_rng((0, COUNTS)).permutation(n) + 0.5) / n
     for first in range(0, n, B):
-        rows = range(first, first + B)  # the last batch is filled up with windows of weight 0
-        windows = [tokens[i % n * T:i % n * T + T + 1].astype(np.int64) for i in rows]
-        on = [np.append(x0[1:-1] >= N_SPECIAL, False) * (i < n) for i, x0 in zip(rows, windows)]
-        md = [md_example(x0, grid[i % n], default_rng((0, MASKS, i))) for i, x0 in zip(rows, windows)]
-        yield (collate(windows, [(x0[:-1], w) for x0, w in zip(windows, on)], 0, s.vocab_size),
-               collate(windows, [(xt, w * m.sum()) for (xt, w), m in zip(md, on)], T, s.vocab_size))
+        windows, ar_examples, md_examples = [], [], []
+        for i in range(first, min(first + B, n)):
+            x0 = corpus.val.tokens[i * T : i * T + T + 1].astype(np.int64)
+            scored = np.zeros(T)
+            scored[find_maskable(x0, corpus.special) - 1] = 1
+            md = md_example(x0, grid[i], default_rng((0, MASKS, i)), corpus.special)
+            windows.append(x0)
+            ar_examples.append(Example(x0[:-1], scored))
+            md_examples.append(Example(md.inputs, md.weights * scored.sum()))
+        yield (
+            make_batch(windows, ar_examples, True, corpus.special),
+            make_batch(windows, md_examples, False, corpus.special),
+        )

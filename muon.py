@@ -1,77 +1,146 @@
 """
-Muon for the hidden matrices, in the variant of Moonlight (Liu et al., 2025) that the paper uses: momentum, Nesterov,
-an orthogonalised update of the size of AdamW's, decoupled weight decay. One class for one device or many.
+Muon for the hidden matrices, in Moonlight's variant (Liu et al., 2025), which the paper uses:
+momentum, Nesterov, an orthogonalised update about as large as AdamW's, decoupled weight decay.
+One class for one device or many; all of its communication is here.
 """
+
+import os
+
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed these two.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def orthogonalize(G):
-    """Of each matrix U S V^T in a stack (n, rows, cols), about U V^T: with A = X X^T, five Newton-Schulz steps
-    X <- aX + bAX + cA^2X bring singular values that are not minute into a band around 1 (0.7 to 1.2), not to 1."""
-    a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: small singular values grow fast
-    X = G.mT if G.size(-2) > G.size(-1) else G
-    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # all singular values are now at most 1
-    # every step multiplies X from the left by Q = aI + bA + cA^2, and these all commute. So for a wide X it is cheaper
-    # to follow A alone, A <- Q A Q, collect P = Q5 .. Q1 and apply it once. fp32 only: bf16 rounding of A can blow up.
-    wide = X.dtype == torch.float32 and X.size(-1) > 1.5 * X.size(-2)
-    for step in range(5):
-        A = Q @ A @ Q if wide and step else X @ X.mT
-        Q = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        Q.diagonal(dim1=-2, dim2=-1).add_(a)
-        if wide:
-            P = Q @ P if step else Q
-        else:
-            X = Q @ X
-    X = P @ X if wide else X
-    return X.mT if G.size(-2) > G.size(-1) else X
+    """Map every matrix U S V^T of a stack (n, rows, cols) to about U V^T.
+
+    Newton-Schulz: X <- aX + (bA + cA^2)X with A = X X^T changes the singular values alone. Five
+    steps bring those that are not minute into a band around 1, about 0.7 to 1.2; the coefficients
+    trade convergence to 1 for speed.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = G.size(-2) > G.size(-1)
+    X = G.mT if tall else G  # so that A is the smaller Gram matrix
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value exceeds 1
+    for _ in range(5):
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # bA + cA^2
+        X = torch.baddbmm(X, B, X, beta=a)  # aX + BX
+    return X.mT if tall else X
+
+
+class Host:
+    """The ranks that share this host, and this rank's peers: one rank on every other host.
+
+    Gradients are scattered within the host, where it is fast and each rank gets whole matrices,
+    and then summed over the peers. A group of None stands for all ranks.
+    """
+
+    def __init__(self):
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if world > 1 else 0
+        self.size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world > 1 else 1
+        self.rank = rank % self.size
+        self.n_hosts = world // self.size
+        self.group = self.peers = None
+        if self.n_hosts > 1:
+            ranks = torch.arange(world).view(self.n_hosts, self.size)
+            self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+            self.peers, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+
+
+class Stack:
+    """Matrices of one shape as views of one tensor (n, rows, cols), their gradients of another.
+
+    Zeros fill n up to a multiple of the ranks of a host. Each rank owns one slice of whole
+    matrices: it alone updates them and keeps their momentum.
+    """
+
+    def __init__(self, params, host):
+        per_rank = -(-len(params) // host.size)
+        self.params = params
+        self.weights = params[0].new_zeros(host.size * per_rank, *params[0].shape)
+        self.grads = torch.zeros_like(self.weights)
+        self.mine = slice(host.rank * per_rank, (host.rank + 1) * per_rank)
+        self.momentum = torch.zeros_like(self.weights[self.mine])
+        for p, weight, grad in zip(params, self.weights, self.grads):
+            weight.copy_(p.detach())
+            p.data = weight
+            p.grad = grad  # autograd adds in place to a gradient that is already there
+
 
 class Muon(torch.optim.Optimizer):
-    """Each matrix has one owner, which alone keeps its momentum, orthogonalises, updates and then broadcasts it; the
-    gradient needs to be complete on the owner only. Small matrices of one shape are orthogonalised as a stack."""
+    """Muon, its work shared between ranks. Call reduce, step and zero_grad, in this order.
+
+    For each shape of matrices this is one reduce-scatter of the gradients, Newton-Schulz on the
+    rank's own slice, and one all-gather of the weights. `dtype` is the type of Newton-Schulz.
+    """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.1, dtype=torch.float32):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.params, self.dtype = self.param_groups[0]["params"], dtype
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        shapes = [tuple(sorted(p.shape)) for p in self.params]  # equal cost: dealt out in turn
-        self.owner = {p: shapes[:i].count(shapes[i]) % self.world for i, p in enumerate(self.params)}
-        for p in self.params:
-            if self.owner[p] == self.rank:
-                self.state[p]["momentum"] = torch.zeros_like(p)
+        self.dtype = dtype
+        self.host = Host()
+        by_shape = {}
+        for p in self.param_groups[0]["params"]:
+            by_shape.setdefault(p.shape, []).append(p)
+        self.stacks = [Stack(group, self.host) for group in by_shape.values()]
+
+    def reduce(self):
+        """Sum the gradients over all ranks, each matrix on its owner; return their squared norm."""
+        squares = []
+        for stack in self.stacks:
+            in_place = stack.params[0].grad.data_ptr() == stack.grads.data_ptr()
+            assert in_place, "p.grad was replaced: only Muon.zero_grad may clear gradients"
+            grads = stack.grads[stack.mine]
+            if self.host.size > 1:
+                reduce_scatter(grads, stack.grads, group=self.host.group)
+            if self.host.n_hosts > 1:
+                dist.all_reduce(grads, group=self.host.peers)
+            squares.append(grads.square().sum())
+        square = torch.stack(squares).sum()
+        if self.host.size > 1:
+            dist.all_reduce(square, group=self.host.group)
+        return square
 
     @torch.no_grad()
     def step(self):
-        group, requests, stacks = self.param_groups[0], [], {}
-        for i, p in enumerate(self.params):  # a stack: one shape, and big matrices by themselves
-            stacks.setdefault((p.shape, i if p.numel() >= 2 ** 18 else None), []).append(p)
-        for stack in stacks.values():
-            mine = [p for p in stack if self.owner[p] == self.rank]
-            if mine:
-                self.update(mine, group["lr"], group["momentum"], group["weight_decay"])
-            if self.world > 1:  # in the same order on every rank, while the next update is computed
-                requests += [dist.broadcast(p, self.owner[p], async_op=True) for p in stack]
-        for request in requests:
-            request.wait()
+        group = self.param_groups[0]
+        lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+        for stack in self.stacks:
+            weights, grads = stack.weights[stack.mine], stack.grads[stack.mine]
+            stack.momentum.mul_(momentum).add_(grads)
+            nesterov = grads.add_(stack.momentum, alpha=momentum)  # overwrites the gradient
+            update = orthogonalize(nesterov.to(self.dtype))
+            scale = 0.2 * max(weights.shape[1:]) ** 0.5  # to an RMS of 0.2, as AdamW's typically is
+            weights.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * scale)
+            if self.host.size > 1:
+                all_gather(stack.weights, weights, group=self.host.group)
 
-    def update(self, params, lr, momentum, weight_decay):
-        for p in params:
-            m = self.state[p]["momentum"].mul_(momentum).add_(p.grad)
-            p.grad.add_(m, alpha=momentum)  # Nesterov: g + mu m, in place of the gradient
-        for p, direction in zip(params, orthogonalize(torch.stack([p.grad for p in params]).to(self.dtype))):
-            scale = 0.2 * max(p.shape) ** 0.5  # an update of RMS 0.2, as AdamW's typically is
-            p.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr * scale)
+    def zero_grad(self):
+        for stack in self.stacks:
+            stack.grads.zero_()  # in place, so that p.grad remains a view
 
     def gather_momentum(self):
-        """Every momentum, in the order of the parameters, on rank 0: a checkpoint does not depend on the ranks."""
-        momentum = []
-        for p in self.params:
-            m = self.state[p]["momentum"] if self.owner[p] == self.rank else torch.empty_like(p)
-            if self.world > 1:
-                dist.broadcast(m, self.owner[p])
-            momentum += [m] if self.rank == 0 else []
-        return momentum
+        """Return every matrix's momentum, in the order of the parameters: a collective call.
 
-    def scatter_momentum(self, momentum):
-        for p, m in zip(self.params, momentum, strict=True):
-            if self.owner[p] == self.rank:
-                self.state[p]["momentum"].copy_(m)
+        It is the same on any number of ranks, and so are checkpoints.
+        """
+        momentum_of = {}
+        for stack in self.stacks:
+            momenta = stack.momentum
+            if self.host.size > 1:
+                momenta = torch.empty_like(stack.weights)
+                all_gather(momenta, stack.momentum, group=self.host.group)
+            for p, momentum in zip(stack.params, momenta):
+                momentum_of[p] = momentum
+        return [momentum_of[p] for p in self.param_groups[0]["params"]]
+
+    def load_momentum(self, momenta):
+        """Take back what gather_momentum returned, on any number of ranks."""
+        momentum_of = dict(zip(self.param_groups[0]["params"], momenta, strict=True))
+        for stack in self.stacks:
+            for place, p in enumerate(stack.params[stack.mine]):
+                stack.momentum[place].copy_(momentum_of[p])

@@ -1,0 +1,235 @@
+"""
+The directory of a run: its lock, its checkpoints, and the trained model in them.
+
+It holds ckpt.pt (the newest checkpoint), ckpt_decay.pt (the one before the learning rate decays),
+ckpt_STEP.pt (older ones, if asked for) and log.jsonl.
+"""
+
+import glob
+import os
+import socket
+import zipfile
+from typing import NamedTuple
+
+import tokenizers
+import torch
+
+from configurator import FREE_ON_RESUME, MODEL, Settings, check
+from data import SpecialIds, find_special_ids
+from device import choose_device
+from errors import die
+from model import Transformer
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+# ---- the run directory ---------------------------------------------------------------------------
+def lock_run(out_dir, wait):
+    """Lock a run directory for as long as this process lives; return the open lock file.
+
+    With wait, stay until another process lets go of it, as a restarted job must: a process of a
+    host that was lost may linger.
+    """
+    os.makedirs(out_dir, exist_ok=True)
+    file = open(os.path.join(out_dir, ".lock"), "a+")
+    if fcntl is None:
+        print(f"this system has no file locks: do not train in {out_dir} twice at once")
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        die(f"another process is training in {out_dir}: wait for it, or choose another --out_dir")
+    except OSError:
+        print(f"the file system of {out_dir} has no locks: do not train in it twice at once")
+    return file
+
+
+def job_name():
+    """Return a name for the job that started this process, the same after torchrun restarts it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none":
+        return name
+    return f"{socket.gethostname()} {os.getppid()}"
+
+
+def began_this_run(lock):
+    """Say whether the run in the locked directory was begun by this very job."""
+    lock.seek(0)
+    return lock.read() == job_name()
+
+
+def claim_run(lock):
+    """Write into the lock file which job works here."""
+    lock.truncate(0)
+    lock.write(job_name())
+    lock.flush()
+
+
+def find_checkpoints(out_dir):
+    return sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt*.pt")))
+
+
+# ---- writing and reading checkpoints -------------------------------------------------------------
+def save_checkpoint(content, out_dir, *names):
+    """Write, sync, rename: a checkpoint is complete or absent, under each of its names."""
+    temporary = os.path.join(out_dir, "ckpt.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        for name in names:
+            another_name = temporary + ".link"
+            os.link(temporary, another_name)
+            os.replace(another_name, os.path.join(out_dir, name))
+        os.remove(temporary)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        reason = str(error).splitlines()[0]
+        die(f"could not write {names[-1]} in {out_dir}; the one before is intact ({reason})")
+
+
+def prune_checkpoints(out_dir, step, keep):
+    """Of the checkpoints with a number, keep those of the last `keep` steps, up to this one."""
+    steps = []
+    for file in find_checkpoints(out_dir):
+        number = os.path.basename(file)[len("ckpt_") : -len(".pt")]
+        if number.isdigit():
+            steps.append(int(number))
+    stay = sorted(n for n in steps if n <= step)[-keep:]
+    for n in steps:
+        if n not in stay:
+            os.remove(os.path.join(out_dir, f"ckpt_{n}.pt"))
+
+
+def find_checkpoint(path):
+    """Return the file of a checkpoint, given that file or the directory of a run."""
+    file = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
+    if os.path.isfile(file):
+        return file
+    others = [os.path.basename(other) for other in find_checkpoints(path)]
+    die(f"no checkpoint {file}" + (f"; there are: {', '.join(others)}" if others else ""))
+
+
+def load_checkpoint(path):
+    """Check the checksums of a checkpoint, then return its content; nothing in it is executed."""
+    file = find_checkpoint(path)
+    try:
+        # torch.load would accept a flipped bit, and a small file that unpacks to a huge one.
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+            if unpacked > os.path.getsize(file):
+                raise ValueError("it is compressed")
+            if archive.testzip():
+                raise ValueError("a checksum is wrong")
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if not {"model", "settings", "step"} <= set(content):
+            raise ValueError("it was not written by train.py or export.py")
+        return content
+    except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
+        reason = str(error).partition("\n")[0]
+        others = [other for other in find_checkpoints(os.path.dirname(file)) if other != file]
+        advice = f"; you can copy an older one over it: {', '.join(others)}" if others else ""
+        die(f"{file} is damaged: {reason}{advice}")
+
+
+# ---- resuming a run, or starting from another ----------------------------------------------------
+CHECKPOINT_FORMAT = 2  # 2: running sums by objective
+
+
+def check_format(checkpoint):
+    """Refuse to continue a run of an earlier version. Its model can be used like any other."""
+    if checkpoint.get("format") != CHECKPOINT_FORMAT:
+        die("this checkpoint is of an earlier version, which alone can continue its run")
+
+
+def check_resumable(checkpoint, s, files):
+    """Refuse to resume a run whose settings or data have changed in a way that matters."""
+    changed = []
+    for name, value in checkpoint["settings"].items():
+        new_value = getattr(s, name, "unknown")
+        if name not in FREE_ON_RESUME and new_value != value:
+            changed.append(f"{name} was {value}, is {new_value}")
+    if checkpoint.get("data") != files:
+        changed.append(f"the data in {s.data_dir}")
+    if changed:
+        die(f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}")
+
+
+def adopt_model(checkpoint, s):
+    """Give the settings of a run the shape of the model that it starts from."""
+    for name in MODEL:
+        setattr(s, name, checkpoint["settings"][name])
+    check(s)
+
+
+def check_tokenizer(checkpoint, corpus):
+    """Refuse to go on training a model on data that another tokenizer has made."""
+    vocabularies = []
+    for text in (checkpoint["tokenizer"], corpus.tokenizer):
+        vocabularies.append(tokenizers.Tokenizer.from_str(text).get_vocab())
+    if vocabularies[0] != vocabularies[1]:
+        die(
+            "the data was made with another tokenizer than the checkpoint: prepare it with "
+            "--tokenizer and the tokenizer.json of the checkpoint's own data"
+        )
+
+
+# ---- a trained model, for use --------------------------------------------------------------------
+class Trained(NamedTuple):
+    model: Transformer
+    tokenizer: tokenizers.Tokenizer
+    special: SpecialIds
+    settings: Settings
+    checkpoint: dict
+
+
+def load_model(path, device="auto", dtype="auto"):
+    """Return a trained model, ready for use but not for training."""
+    checkpoint = load_checkpoint(path)
+    device, dtype = choose_device(device, dtype)
+    try:
+        settings = check(Settings(**checkpoint["settings"]))
+        with torch.device("meta"):
+            model = Transformer(settings, dtype)
+        model.load_state_dict(checkpoint["model"], assign=True)
+        model.to(device, dtype).eval()  # cast once, not at every use
+        tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
+        special = find_special_ids(checkpoint["tokenizer"])
+        largest = max(tokenizer.get_vocab().values())
+        if largest >= settings.vocab_size:
+            raise ValueError(f"token {largest} of the tokenizer has no embedding")
+    except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({reason})")
+    tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
+    return Trained(model, tokenizer, special, settings, checkpoint)
+
+
+# ---- the paper's overfitted runs -----------------------------------------------------------------
+def overfits(records, objective):
+    """Say whether a run overfits in "ar" or "md": the paper's footnote, made exact.
+
+    It does if at some time after its best the held-out loss was more than 2% above it, while the
+    training loss (its mean since the last validation) was below its value at the best.
+    """
+    val_losses, train_losses = [], []
+    since = []  # training losses since the last validation
+    for record in records:
+        if f"train_{objective}" in record:
+            since.append(record[f"train_{objective}"])
+        if f"val_{objective}" in record and since:  # an objective without a share has none
+            val_losses.append(record[f"val_{objective}"])
+            train_losses.append(sum(since) / len(since))
+            since = []
+    if not val_losses:
+        return False
+    best = val_losses.index(min(val_losses))
+    for val, train in zip(val_losses[best:], train_losses[best:]):
+        if val > 1.02 * val_losses[best] and train < train_losses[best]:
+            return True
+    return False

@@ -1,0 +1,73 @@
+"""
+The machine that a script runs on: its device, and the processes that share the work.
+"""
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Import this before a process group exists. It has the group as a default argument, and would
+# otherwise hold on to it for good: gloo's threads then outlive destroy_process_group, and now
+# and then abort a process that has finished its work. (Any torch optimizer imports it later.)
+import torch.distributed.nn  # noqa: F401
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from errors import die
+
+
+def choose_device(device="auto", dtype="auto"):
+    """Return the name of the device and the type of its forward pass.
+
+    bfloat16 is for CUDA devices that have it in hardware. Elsewhere float32 is used: a CPU
+    without bfloat16 instructions emulates it, hundreds of times slower.
+    """
+    available = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
+    available.append("cpu")
+    if device == "auto":
+        device = available[0]
+    if device not in available:
+        die(f"this machine has no '{device}', only: {', '.join(available)}")
+
+    if device == "cuda":
+        # A launcher may show each process one device, which then is number 0.
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+    if dtype == "auto":
+        has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if has_bf16 else "float32"
+    return device, getattr(torch, dtype)
+
+
+def join_ranks(device):
+    """Return this process's rank and the number of processes, as torchrun started them."""
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        backend = "nccl" if device == "cuda" else "gloo"
+        # A rank that has waited this long for another one gives up.
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        atexit.register(dist.destroy_process_group)
+    return rank, world
+
+
+def sum_over_ranks(tensor):
+    """Return the sum of a small tensor over all ranks."""
+    if not dist.is_initialized():
+        return tensor
+    on_gpu = dist.get_backend() == "nccl"
+    total = tensor.to("cuda" if on_gpu else "cpu", copy=True)
+    dist.all_reduce(total)
+    return total.to(tensor.device)
+
+
+def all_reduce_gradients(params):
+    """Sum these parameters' gradients over all ranks, in one message."""
+    if dist.is_initialized():
+        gradients = [p.grad for p in params]
+        flat = parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat, gradients)

@@ -1,0 +1,66 @@
+"""
+Errors that a user can mend: one line that says what is wrong and what to do.
+
+Nothing here needs a package beyond Python's own, so that a missing one can be reported too.
+"""
+
+import difflib
+import os
+import signal
+import sys
+import time
+
+
+def die(message):
+    """End this process with one line, for a user's mistake or a machine's refusal; status 1."""
+    let_the_first_rank_speak()
+    sys.exit("error: " + " ".join(str(message).split()))
+
+
+def report(kind, error, trace):
+    """Turn what the machine refuses or lacks into one line too. The excepthook of every script.
+
+    Any other exception is a bug, and shows where it is.
+    """
+    let_the_first_rank_speak()
+    if issubclass(kind, KeyboardInterrupt):
+        sys.exit(128 + signal.SIGINT)
+    if issubclass(kind, ImportError) and error.name:
+        package = error.name.partition(".")[0]
+        package = {"sklearn": "scikit-learn"}.get(package, package)
+        sys.exit(f"error: {error}: pip install {package}")
+    if issubclass(kind, OSError):
+        sys.exit(f"error: {error}")
+    sys.__excepthook__(kind, error, trace)
+
+
+def let_the_first_rank_speak():
+    """Wait, on all ranks of a host but the first, to be ended by torchrun in the meantime.
+
+    torchrun ends every process as soon as one fails. A mistake that all ranks share is then
+    printed once; a problem that only this rank has is still printed, a few seconds later.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+
+
+def suggest(name, names):
+    """Return the end of a sentence about an unknown name: the closest known one, or all of them."""
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f", did you mean '{close[0]}'?"
+    return f"; there are: {', '.join(names) or 'none'}"
+
+
+def write_atomically(path, text):
+    """Write a text file under a temporary name, then rename it: it is complete or absent."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    temporary = f"{path}.tmp{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
