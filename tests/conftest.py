@@ -1,10 +1,12 @@
-"""Shared by all tests: a tiny prepared corpus, a tiny model, and a way to run the scripts as a user does."""
+"""Shared by all tests: a tiny prepared corpus, a tiny model, and ways to run the scripts."""
+
 import json
 import os
 import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,13 +15,34 @@ sys.path.insert(0, ROOT)
 
 torch.set_num_threads(1)
 
+import data  # noqa: E402
 from configurator import Settings, check  # noqa: E402
 from model import Transformer  # noqa: E402
 
-# a run of seconds: 4 slots of 2 sequences x 32 tokens
-TINY = dict(n_layer=2, n_head=2, n_embd=32, n_ff=48, vocab_size=300, seq_len=32, alpha="1/2", repetitions=2, batch_size=8,
-            micro_batch_size=2, max_steps=6, decay_steps=2, eval_interval=2, eval_tokens=640, save_interval=2, log_interval=1,
-            compile=False)
+# A run of seconds: 4 slots of 2 sequences x 32 tokens.
+TINY = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    n_ff=48,
+    vocab_size=300,
+    seq_len=32,
+    alpha="1/2",
+    repetitions=2,
+    batch_size=8,
+    micro_batch_size=2,
+    max_steps=6,
+    decay_steps=2,
+    eval_interval=2,
+    eval_tokens=640,
+    save_interval=2,
+    log_interval=1,
+    compile=False,
+)
+
+# The special ids of a tokenizer that prepare.py trains.
+SPECIAL = data.SpecialIds(bos=1, mask=4, all=tuple(range(16)))
+BOS, MASK, N_SPECIAL = 1, 4, 16
 
 
 def tiny_settings(**changes):
@@ -27,39 +50,73 @@ def tiny_settings(**changes):
 
 
 def random_model(settings, seed=0):
-    """Weights with something to say: the zero output projections of the real initialisation are filled as well."""
+    """Return a model with something to say: its output projections are filled as well."""
     torch.manual_seed(seed)
     model = Transformer(settings)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 2:
-                p.normal_(std=0.5 / settings.n_embd ** 0.5)
+                p.normal_(std=0.5 / settings.n_embd**0.5)
         model.embed.weight.normal_()
-        model.head.weight.normal_(std=2 / settings.n_embd ** 0.5)
+        model.head.weight.normal_(std=2 / settings.n_embd**0.5)
     return model
 
 
+def make_corpus(documents, special=SPECIAL):
+    """Return a Corpus that trains and validates on these lists of tokens."""
+    starts = np.cumsum([0] + [len(document) for document in documents]).astype(np.uint64)
+    tokens = np.concatenate(documents).astype(np.uint16)
+    split = data.Split(tokens, starts)
+    return data.Corpus(split, split, "", special, {})
+
+
+def random_stream(s, n_documents=60, seed=0):
+    """Return a Stream over random documents."""
+    rng = np.random.default_rng(seed)
+    documents = []
+    for _ in range(n_documents):
+        text = rng.integers(N_SPECIAL, s.vocab_size, rng.integers(3, 60))
+        documents.append(np.append(BOS, text))
+    return data.Stream(make_corpus(documents), s)
+
+
 def prose(n_documents, seed=0):
-    """Text with structure, from a fixed vocabulary of made-up words; every document is another."""
+    """Return texts with structure, made of a fixed vocabulary of made-up words, all different."""
     rng = random.Random(seed)
-    words = ["".join(rng.choice("aeioubdgklmnprstv") for _ in range(rng.randint(2, 8))) for _ in range(400)]
-    return [" ".join(rng.choices(words, k=rng.randint(5, 80))).capitalize() + f". ({i})" for i in range(n_documents)]
+    letters = "aeioubdgklmnprstv"
+    words = ["".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(400)]
+    texts = []
+    for i in range(n_documents):
+        sentence = " ".join(rng.choices(words, k=rng.randint(5, 80))).capitalize()
+        texts.append(f"{sentence}. ({i})")
+    return texts
 
 
 def run(*command, cwd, code=0, **environment):
-    """A script of this project in a process of its own; returns its output, standard error included."""
+    """Run a script in a process of its own; return its output, standard error included."""
     if command[0].endswith(".py"):
         command = (sys.executable, os.path.join(ROOT, command[0]), *command[1:])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in environment.items()}}
-    result = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
-                            stdin=subprocess.DEVNULL)
-    assert code is None or result.returncode == code, f"{command} ended with {result.returncode}:\n{result.stdout}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.update({k: str(v) for k, v in environment.items()})
+    result = subprocess.run(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    failed = f"{command} ended with {result.returncode}:\n{result.stdout}"
+    assert code is None or result.returncode == code, failed
     return result.stdout
 
 
 def torchrun(n, *command, cwd, code=0, **environment):
-    launcher = (sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--standalone")
-    return run(*launcher, os.path.join(ROOT, command[0]), *command[1:], cwd=cwd, code=code, **environment)
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}"]
+    script = os.path.join(ROOT, command[0])
+    return run(*launcher, "--standalone", script, *command[1:], cwd=cwd, code=code, **environment)
 
 
 def flags(**changes):
@@ -67,14 +124,16 @@ def flags(**changes):
 
 
 def read_log(folder):
-    with open(os.path.join(folder, "log.jsonl")) as f:
-        return [json.loads(line) for line in f]
+    with open(os.path.join(folder, "log.jsonl")) as file:
+        return [json.loads(line) for line in file]
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder with data/tiny, prepared by prepare.py from 400 made-up documents."""
     folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in prose(400)))
-    run("prepare.py", "--input", "text.jsonl", "--out", "data/tiny", "--vocab_size", "300", cwd=folder)
+    lines = [json.dumps({"text": text}) + "\n" for text in prose(400)]
+    (folder / "text.jsonl").write_text("".join(lines))
+    arguments = ["--input", "text.jsonl", "--out", "data/tiny", "--vocab_size", "300"]
+    run("prepare.py", *arguments, cwd=folder)
     return folder

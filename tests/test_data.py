@@ -1,141 +1,195 @@
 """The order of the data: exact repetitions, whole documents, a pure function of seed and index."""
+
 import collections
+import json
 import time
 
 import numpy as np
 import pytest
+import tokenizers
 
 import data
-from conftest import tiny_settings
-from data import BOS, MASK, N_SPECIAL
+from conftest import BOS, MASK, N_SPECIAL, SPECIAL, make_corpus, tiny_settings
 
 
-def make_corpus(n_documents, seed=0):
-    """Tokens and starts; every token that is not <s> occurs once in the whole corpus, so it can be traced."""
+def traceable_corpus(n_documents=300, seed=0):
+    """Return a corpus in which every token but <s> occurs once, so that it can be traced."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(2, 90, n_documents)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    tokens = np.arange(N_SPECIAL, N_SPECIAL + starts[-1]).astype(np.uint16)
-    tokens[starts[:-1]] = BOS
-    return tokens, starts.astype(np.uint64)
+    documents, first = [], N_SPECIAL
+    for length in rng.integers(2, 90, n_documents):
+        documents.append(np.append(BOS, np.arange(first, first + length - 1)))
+        first += length - 1
+    return make_corpus(documents)
 
 
-def make_stream(n_documents=300, **changes):
-    s = tiny_settings(vocab_size=65535, **changes)
-    return data.Stream(*make_corpus(n_documents), s), s
+def make_stream(**changes):
+    return data.Stream(traceable_corpus(), tiny_settings(vocab_size=65535, **changes))
 
 
 @pytest.mark.parametrize("R", [1, 3, 4, 48])
 def test_every_token_is_seen_exactly_R_times(R):
-    """48 windows in all: each input token of the unique subset comes R times, none other comes, and no window repeats
-    before all have been seen."""
-    stream, s = make_stream(repetitions=R)
-    N, T = 48, s.seq_len
-    assert stream.W == -(-N // R)
+    """48 windows in all: each token of the unique subset is an input R times, and no other is."""
+    stream = make_stream(repetitions=R)
+    assert stream.W == -(-48 // R)
     windows = [stream.window(i) for i in range(stream.W * R)]
-    counts = collections.Counter(np.concatenate([w[:-1] for w in windows]).tolist())
+    counts = collections.Counter(np.concatenate([x0[:-1] for x0 in windows]).tolist())
     n_bos = counts.pop(BOS)
     assert set(counts.values()) == {R}
-    assert sum(counts.values()) + n_bos == stream.W * T * R
+    assert sum(counts.values()) + n_bos == stream.W * stream.T * R
 
 
 def test_a_window_is_a_piece_of_the_stream():
-    """Within a window each document is a contiguous piece of the corpus that ends where the document ends (the one that was
-    cut to size aside), the target of each window's last input is the next window's first, and the stream is closed by <s>."""
-    stream, s = make_stream(repetitions=4)
-    tokens, starts = make_corpus(300)
-    ends = set(tokens[starts[1:].astype(int) - 1].tolist())
+    """Documents are whole but for the one cut to size; the last target is the next first input."""
+    stream = make_stream(repetitions=4)
+    tokens, starts = traceable_corpus().train
+    last_tokens = set(tokens[starts[1:].astype(int) - 1].tolist())
     stream.start_epoch(0)
     windows = {int(stream.shuffled[i]): stream.window(i) for i in range(stream.W)}
+    for i in range(stream.W - 1):
+        assert windows[i][-1] == windows[i + 1][0]
+    assert windows[stream.W - 1][-1] == BOS  # closes the stream
+
     flat = np.concatenate([windows[i][:-1] for i in range(stream.W)])
-    assert all(windows[i][-1] == windows[i + 1][0] for i in range(stream.W - 1)) and windows[stream.W - 1][-1] == BOS
     assert flat[0] == BOS
     pieces = np.split(flat, np.flatnonzero(flat == BOS)[1:])
-    cut = [p for p in pieces if len(p) == 1 or p[-1] not in ends]
-    assert len(cut) <= 1 and all((np.diff(p[1:]) == 1).all() for p in pieces)
+    for piece in pieces:
+        assert (np.diff(piece[1:]) == 1).all()
+    cut = [piece for piece in pieces if len(piece) == 1 or piece[-1] not in last_tokens]
+    assert len(cut) <= 1
 
 
 def test_epochs_repack_and_reshuffle_the_same_documents():
-    stream, s = make_stream(repetitions=4)
-    epochs = [[tuple(stream.window(e * stream.W + i)) for i in range(stream.W)] for e in range(4)]
-    assert len({tuple(sorted(t for w in e for t in w[:-1])) for e in epochs}) == 1
-    assert len(set(epochs[0]) & set(epochs[1])) < stream.W / 2 and epochs[0] != epochs[1]
+    stream = make_stream(repetitions=4)
+    epochs = []
+    for epoch in range(4):
+        indices = range(epoch * stream.W, (epoch + 1) * stream.W)
+        epochs.append([tuple(stream.window(i)) for i in indices])
+    inputs = {tuple(sorted(token for x0 in epoch for token in x0[:-1])) for epoch in epochs}
+    assert len(inputs) == 1
+    assert epochs[0] != epochs[1]
+    assert len(set(epochs[0]) & set(epochs[1])) < stream.W / 2
     assert (np.diff(stream.shuffled) != 1).any()
 
 
 def test_order_depends_on_seed_and_index_alone():
-    """Random access in any order, by another object, gives the same windows; another seed gives others."""
-    stream, s = make_stream(repetitions=4)
-    again, _ = make_stream(repetitions=4)
-    other, _ = make_stream(repetitions=4, seed=2)
-    indices = np.random.default_rng(0).permutation(48)
-    first = {i: again.window(i) for i in indices}
-    assert all(np.array_equal(stream.window(i), first[i]) for i in range(48))
-    assert not any(np.array_equal(other.window(i), first[i]) for i in range(48))
+    """Random access, in any order and by another object, gives the same windows."""
+    stream, again = make_stream(repetitions=4), make_stream(repetitions=4)
+    other = make_stream(repetitions=4, seed=2)
+    windows = {i: again.window(i) for i in np.random.default_rng(0).permutation(48)}
+    for i in range(48):
+        assert np.array_equal(stream.window(i), windows[i])
+        assert not np.array_equal(other.window(i), windows[i])
 
 
 def test_fewer_repetitions_extend_the_unique_subset():
-    """The subset at R = 8 is part of the one at R = 2: runs over R differ in amount, not in the choice of documents."""
-    small, _ = make_stream(repetitions=8)
-    large, _ = make_stream(repetitions=2)
+    """Runs over R differ in the amount of data, not in the choice of documents."""
+    small, large = make_stream(repetitions=8), make_stream(repetitions=2)
     assert set(small.first) <= set(large.first)
 
 
-def test_too_small_a_corpus_names_the_repetitions_that_work(capsys):
-    tokens, starts = make_corpus(20)
+def test_too_small_a_corpus_names_settings_that_fit():
+    corpus = traceable_corpus(20)
+
+    def stream(**changes):
+        return data.Stream(corpus, tiny_settings(vocab_size=65535, decay_steps=0, **changes))
+
     with pytest.raises(SystemExit) as error:
-        data.Stream(tokens, starts, tiny_settings(vocab_size=65535, repetitions=1))
-    needed = int(str(error.value).split("at least ")[1])
-    data.Stream(tokens, starts, tiny_settings(vocab_size=65535, repetitions=needed))
+        stream(repetitions=1)
+    words = str(error.value).replace(",", "").split()
+    repetitions = int(words[words.index("least") + 1])
+    stream(repetitions=repetitions)
     with pytest.raises(SystemExit):
-        data.Stream(tokens, starts, tiny_settings(vocab_size=65535, repetitions=needed - 1))
+        stream(repetitions=repetitions - 1)
+    max_steps = int(words[words.index("max_steps") + 2])
+    stream(repetitions=1, max_steps=max_steps)
+    with pytest.raises(SystemExit):
+        stream(repetitions=1, max_steps=max_steps + 1)
 
 
 def test_validation_scores_the_same_targets_in_both_modes():
-    """Weights count each maskable target once in AR, M in sum per sequence in MD; calls are identical, whatever the seed."""
-    tokens, starts = make_corpus(100)
-    s = tiny_settings(vocab_size=65535, eval_tokens=31 * 32, micro_batch_size=2, seed=1)
+    """Each maskable target counts once in AR; in MD the weights of a sequence sum to as much."""
+    corpus = traceable_corpus(100)
+    s = tiny_settings(vocab_size=65535, eval_tokens=31 * 32, micro_batch_size=2)
     n = 0
-    for (x, y, w, prefix), (xt, yt, wt, prefix_t) in data.val_batches(tokens, s):
-        assert np.array_equal(y, yt) and (prefix == 0).all() and (prefix_t == 32).all()
-        real = w.any(1)  # the last batch is filled up with weight 0
-        n += real.sum()
-        assert np.array_equal(w[real] == 1, np.pad(y[real, :-1] >= N_SPECIAL, ((0, 0), (0, 1))))
-        assert (wt[~real] == 0).all() and not w[:, -1].any() and not (w[y == BOS]).any()
-        np.testing.assert_allclose(wt.sum(1), w.sum(1), rtol=1e-5)
-        assert x.shape == (2, 32)
-        np.testing.assert_array_equal((xt == MASK)[real, 1:], wt[real, :-1] > 0)  # scored is what is masked, one to the left
-        assert np.array_equal(x[:, 1:], y[:, :-1]) and (xt[:, 0] == x[:, 0]).all()
-    assert n == 31
-    again = list(data.val_batches(tokens, tiny_settings(vocab_size=65535, eval_tokens=31 * 32, seed=7)))
-    assert all(np.array_equal(a, b) for p, q in zip(data.val_batches(tokens, s), again) for u, v in zip(p, q) for a, b in zip(u, v))
+    for ar, md in data.val_batches(corpus, s):
+        n += len(ar.inputs)
+        assert ar.is_ar and (ar.prefix == 0).all()
+        assert not md.is_ar and (md.prefix == 32).all()
+        assert (ar.targets == md.targets).all()
+        assert (ar.inputs[:, 1:] == ar.targets[:, :-1]).all()
+        maskable = ar.targets >= N_SPECIAL
+        maskable[:, -1] = False  # its target is not an input
+        assert (ar.weights == maskable).all()
+        np.testing.assert_allclose(md.weights.sum(1), ar.weights.sum(1), rtol=1e-5)
+        # What is scored is what is masked, one to the left.
+        assert ((md.inputs == MASK)[:, 1:] == (md.weights > 0)[:, :-1]).all()
+    assert n == 30  # whole batches
 
 
-def test_bytes_per_token(corpus):
-    """The table's bytes of an encoded text are the bytes of the text."""
-    import tokenizers
-    text = (corpus / "data/tiny/tokenizer.json").read_text(encoding="utf-8")
-    tokenizer = tokenizers.Tokenizer.from_str(text)
-    sample = "naïve café – déjà vu 東京 \U0001f600\n\t x"
-    ids = tokenizer.encode(sample, add_special_tokens=False).ids
-    table = data.open_data(corpus / "data/tiny", 2 ** 16)[1]["token_bytes"]
-    assert table[ids].sum() == len(sample.encode())
-    assert (table[:N_SPECIAL] == 0).all()
+def test_validation_is_the_same_whatever_the_seed():
+    corpus = traceable_corpus(100)
+    pairs = [list(data.val_batches(corpus, tiny_settings(seed=seed))) for seed in (1, 7)]
+    for first, second in zip(*pairs):
+        for batch, again in zip(first, second):
+            assert all((a == b).all() for a, b in zip(batch[:-1], again[:-1]))
+
+
+def test_segments_number_the_documents_of_a_window():
+    x0 = np.array([30, 31, BOS, 40, 41, BOS, 50])
+    batch = data.make_batch([x0], [data.ar_example(x0)], True, SPECIAL)
+    assert batch.segments.tolist() == [[1, 1, 2, 2, 2, 3]]
+
+
+def test_bytes_per_token_are_those_of_the_text(corpus):
+    """The bytes of the validated tokens, counted piece by piece by another way of decoding."""
+    opened = data.open_corpus(corpus / "data/tiny", 2**16)
+    s = tiny_settings()
+    vocabulary = json.loads(opened.tokenizer)["model"]["vocab"]
+    n_bytes = {i: len(piece) for piece, i in vocabulary.items()}  # a character spells a byte
+    read = opened.val.tokens[: data.count_val_windows(opened, s) * s.seq_len]
+    ordinary = [int(token) for token in read if token >= N_SPECIAL]
+    expected = sum(n_bytes[token] for token in ordinary) / len(ordinary)
+    assert data.bytes_per_token(opened, s) == pytest.approx(expected)
+
+
+def test_special_ids_come_from_the_tokenizer():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.add_tokens(["plain"])
+    tokenizer.add_special_tokens(["<|pad|>", "<|endoftext|>", "<mask>"])
+    assert data.find_special_ids(tokenizer.to_str()) == (2, 3, (1, 2, 3))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.add_special_tokens(["<s>"])
+    with pytest.raises(ValueError, match="no <mask>"):
+        data.find_special_ids(tokenizer.to_str())
+
+
+def test_large_vocabularies_need_four_bytes():
+    assert data.token_dtype(65536) == np.uint16
+    assert data.token_dtype(65537) == np.uint32
 
 
 def test_a_million_documents_start_within_a_second():
-    """An epoch of 10^6 documents starts in under a second, and a batch of 2,048-token windows takes milliseconds."""
-    lengths = np.random.default_rng(0).integers(50, 1000, 10 ** 6)
-    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.uint64)
+    """And a batch of 2,048-token windows takes milliseconds."""
+    lengths = np.random.default_rng(0).integers(50, 1000, 10**6)
+    starts = np.append(0, np.cumsum(lengths)).astype(np.uint64)
     tokens = np.broadcast_to(np.uint16(20), starts[-1])
-    s = tiny_settings(seq_len=2048, eval_tokens=4096, batch_size=8, micro_batch_size=8, max_steps=30000, repetitions=1, alpha="0")
-    stream = data.Stream(tokens, starts, s)
+    split = data.Split(tokens, starts)
+    s = tiny_settings(
+        seq_len=2048,
+        eval_tokens=4096,
+        batch_size=8,
+        micro_batch_size=8,
+        max_steps=30000,
+        repetitions=1,
+        alpha="0",
+    )
+    stream = data.Stream(data.Corpus(split, split, "", SPECIAL, {}), s)
     begin = time.perf_counter()
     stream.start_epoch(0)
     epoch = time.perf_counter() - begin
-    data.train_slot(stream, s, 0, 0)
+    data.train_batch(stream, s, 0, 0)
     begin = time.perf_counter()
     for step in range(20):
-        data.train_slot(stream, s, step, 0)
+        data.train_batch(stream, s, step, 0)
     batch = (time.perf_counter() - begin) / 20
     assert epoch < 1 and batch < 0.02, (epoch, batch)
