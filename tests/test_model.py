@@ -1,18 +1,29 @@
 """The model against perturbation, the unchunked loss, FlexAttention, and transformers' Llama."""
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import model as model_file
 from configurator import Settings
-from conftest import random_model, tiny_settings
-from data import BOS
+from conftest import BOS, random_model, tiny_settings
+from data import Batch
 from model import HeadLoss, Transformer, make_mask
 
 T = 16
-TOKENS = torch.tensor([[30, 31, 32, BOS, 40, 41, 42, 43, 44, BOS, 50, 51, 52, 53, 54, 55]])  # three documents
+TOKENS = torch.tensor(
+    [[30, 31, 32, BOS, 40, 41, 42, 43, 44, BOS, 50, 51, 52, 53, 54, 55]]
+)  # three documents
 SEGMENTS = 1 + (TOKENS == BOS).cumsum(1)
 POSITIONS = torch.arange(T)[None]
+SHARED = torch.tensor([[0] * 6 + [1] * 4 + [2] * 6])  # a context and two choices
+
+
+def make_batch(tokens, targets, prefix, is_ar=True):
+    """Return a batch of whole windows, every target with the same weight."""
+    weights = torch.full(tokens.shape, 1 / T)
+    segments = 1 + (tokens == BOS).cumsum(1)
+    return Batch(tokens, targets, weights, segments, torch.tensor([prefix]), is_ar)
 
 
 def reach(prefix, segments=SEGMENTS, positions=POSITIONS):
@@ -37,27 +48,27 @@ def test_bidirectional_mode_sees_its_whole_document_and_no_other():
     assert torch.equal(reach(T), SEGMENTS[0][:, None] == SEGMENTS[0])
 
 
-def test_prefix_mode():
-    """The first 5 positions see each other; the rest is causal and sees the prefix."""
+def test_prefix_mode_is_bidirectional_in_the_prefix_and_causal_after_it():
     one = torch.ones_like(SEGMENTS)
     expected = torch.ones(T, T, dtype=torch.bool).tril()
     expected[:5, :5] = True
     assert torch.equal(reach(5, one), expected)
 
 
-def test_choices_that_share_a_context():
+def test_choices_share_a_context_and_are_blind_to_each_other():
     """Segment 0 is the context; segments 1 and 2 continue it from the same position, each blind to the other."""
-    segments = torch.tensor([[0] * 6 + [1] * 4 + [2] * 6])
     positions = torch.tensor([[*range(6), *range(6, 10), *range(6, 12)]])
     expected = torch.zeros(T, T, dtype=torch.bool)
     expected[:6, :6] = expected[:6, :6].logical_not().tril()
     expected[6:, :6] = True
     expected[6:10, 6:10] = torch.ones(4, 4).tril() > 0
     expected[10:, 10:] = torch.ones(6, 6).tril() > 0
-    assert torch.equal(reach(0, segments, positions), expected)
+    assert torch.equal(reach(0, SHARED, positions), expected)
     # and a packed choice has the states it has alone
     model = random_model(tiny_settings())
-    packed = model.hidden(TOKENS, make_mask(segments, positions, torch.tensor([0])), positions)[0, 10:]
+    packed = model.hidden(TOKENS, make_mask(SHARED, positions, torch.tensor([0])), positions)[
+        0, 10:
+    ]
     alone = torch.cat((TOKENS[:, :6], TOKENS[:, 10:]), 1)
     t = torch.arange(12)[None]
     alone = model.hidden(alone, make_mask(torch.ones_like(t), t, torch.tensor([0])), t)[0, 6:]
@@ -66,52 +77,70 @@ def test_choices_that_share_a_context():
 
 @torch.no_grad()
 @pytest.mark.parametrize("prefix", [0, 5, T])
-@pytest.mark.parametrize("segments", [SEGMENTS, torch.tensor([[0] * 6 + [1] * 4 + [2] * 6]), torch.ones_like(SEGMENTS)])
-def test_flex_attention_agrees(monkeypatch, prefix, segments):
-    """The CUDA branch of make_mask, with FlexAttention run on the CPU, gives what the dense mask gives."""
-    model, prefix = random_model(tiny_settings()), torch.tensor([prefix])
-    dense = model.hidden(TOKENS, make_mask(segments, POSITIONS, prefix), POSITIONS)
-
-    class OnCuda(torch.Tensor):
-        is_cuda = True
+@pytest.mark.parametrize("segments", [SEGMENTS, SHARED, torch.ones_like(SEGMENTS)])
+def test_flex_attention_agrees_with_the_dense_mask(monkeypatch, prefix, segments):
+    """The sparse mask, with FlexAttention run on the CPU, gives what the dense mask gives."""
+    model = random_model(tiny_settings())
+    prefix = torch.tensor([prefix])
+    dense = make_mask(segments, POSITIONS, prefix)
+    expected = model.hidden(TOKENS, dense, POSITIONS)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", lambda function: function)  # needs no C++ compiler
-        mask = make_mask(segments.as_subclass(OnCuda), POSITIONS, prefix)
-    assert isinstance(mask, model_file.BlockMask)
-    torch.testing.assert_close(model.hidden(TOKENS, mask, POSITIONS), dense, rtol=1e-4, atol=1e-5)
+        sparse = make_mask(segments, POSITIONS, prefix, sparse=True)
+    assert isinstance(sparse, model_file.BlockMask)
+    found = model.hidden(TOKENS, sparse, POSITIONS)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("z", [0.0, 1e-2])
-@pytest.mark.parametrize("chunk", [1, 300 * 7, 2 ** 24])
-def test_chunked_loss_equals_the_unchunked(monkeypatch, z, chunk):
-    monkeypatch.setattr(HeadLoss, "CHUNK", chunk)
+def test_loss_by_sequences_equals_the_plain_one(z):
+    """Loss, cross-entropy and gradients, with some weights of 0, against autograd's."""
     torch.manual_seed(0)
-    h, head = torch.randn(23, 32, requires_grad=True), torch.randn(300, 32, requires_grad=True)
-    y, w = torch.randint(300, (23,)), torch.rand(23)
-    w[3] = 0
+    h = torch.randn(3, 23, 32, requires_grad=True)
+    head = torch.randn(300, 32, requires_grad=True)
+    targets = torch.randint(300, (3, 23))
+    weights = torch.rand(3, 23)
+    weights[0, 3] = 0
     logits = h @ head.T
-    ce = F.cross_entropy(logits, y, reduction="none")
-    expected = (w * (ce + z * logits.logsumexp(-1) ** 2)).sum()
+    ce = F.cross_entropy(logits.mT, targets, reduction="none")
+    expected = (weights * (ce + z * logits.logsumexp(-1) ** 2)).sum()
     gradients = torch.autograd.grad(3 * expected, (h, head))
-    loss, plain = HeadLoss.apply(h, head, y, w, z)
+
+    loss, plain = HeadLoss.apply(h, head, targets, weights, z)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(plain, (w * ce).sum())
+    torch.testing.assert_close(plain, (weights * ce).sum())
     for ours, theirs in zip(torch.autograd.grad(3 * loss, (h, head)), gradients):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(HeadLoss.apply(h, head, y, w, z)[0], expected)
+        torch.testing.assert_close(HeadLoss.apply(h, head, targets, weights, z)[0], expected)
 
 
-def test_validation_computes_no_gradient(monkeypatch):
-    """Under no_grad the head's parameter still asks for a gradient; the loss does not compute one."""
+def test_validation_saves_nothing_for_a_backward_pass(monkeypatch):
+    """Under no_grad the head's parameter still asks for a gradient; none is kept."""
     saved = []
-    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", lambda ctx, *tensors: saved.append(tensors))
-    model, w, prefix = random_model(tiny_settings()), torch.ones(1, T), torch.tensor([0])
+    context = torch.autograd.function.FunctionCtx
+    monkeypatch.setattr(context, "save_for_backward", lambda ctx, *tensors: saved.append(tensors))
+    model = random_model(tiny_settings())
+    batch = make_batch(TOKENS, TOKENS, 0)
     with torch.no_grad():
-        model.loss(TOKENS, TOKENS, w, prefix)
+        model.loss(batch)
     assert not saved
-    model.loss(TOKENS, TOKENS, w, prefix)
+    model.loss(batch)
     assert saved
+
+
+def test_a_cache_changes_nothing():
+    """Tokens one by one, with keys and values kept, have the states they have all at once."""
+    model = random_model(tiny_settings())
+    mask = make_mask(torch.ones_like(TOKENS), POSITIONS, torch.tensor([5]))
+    expected = model.hidden(TOKENS, mask, POSITIONS)
+    caches = model.new_caches(1, T)
+    states = []
+    for new in (slice(0, 7), *(slice(i, i + 1) for i in range(7, T))):
+        rows = mask[:, :, new, : new.stop]
+        states.append(model.hidden(TOKENS[:, new], rows, POSITIONS[:, new], caches))
+    torch.testing.assert_close(torch.cat(states, 1), expected, rtol=1e-5, atol=1e-5)
+
 
 def test_the_papers_model_has_its_size():
     with torch.device("meta"):
@@ -120,13 +149,19 @@ def test_the_papers_model_has_its_size():
     assert sum(p.numel() for p in model.blocks.parameters()) + 1024 == 362_742_784
 
 
-def test_initialisation():
+def test_initialisation_follows_the_papers_rule():
     """Standard deviations by rule, cut at two sigma (which leaves 0.88 of it), zero output projections."""
     s = tiny_settings(n_embd=256, n_ff=512, vocab_size=2000, n_layer=3)
     torch.manual_seed(0)
     model = Transformer(s)
     inner = (2 / (5 * 256)) ** 0.5
-    expected = {"q": inner, "k": inner, "v": inner, "embed": (2 / 2256) ** 0.5, "head": (2 / 2256) ** 0.5}
+    expected = {
+        "q": inner,
+        "k": inner,
+        "v": inner,
+        "embed": (2 / 2256) ** 0.5,
+        "head": (2 / 2256) ** 0.5,
+    }
     for name, p in model.named_parameters():
         kind = name.split(".")[-2]
         if kind in ("o", "down"):
@@ -135,21 +170,38 @@ def test_initialisation():
             assert (p == 1).all()
         else:
             std = expected.get(kind) or inner * (1 / (2 * (int(name.split(".")[1]) + 1))) ** 0.5
-            assert p.std().item() == pytest.approx(0.8796 * std, rel=0.02) and p.abs().max() <= 2 * std, name
+            assert (
+                p.std().item() == pytest.approx(0.8796 * std, rel=0.02) and p.abs().max() <= 2 * std
+            ), name
 
 
 def test_logits_equal_transformers_llama():
     """The same weights in LlamaForCausalLM give the same logits: being a plain Llama is literally true."""
     from transformers import LlamaConfig, LlamaForCausalLM
+
     s = tiny_settings(n_layer=3, n_head=4, n_embd=64, n_ff=100, rope_theta=160000.0)
     ours = random_model(s)
-    llama = LlamaForCausalLM(LlamaConfig(
-        vocab_size=s.vocab_size, hidden_size=s.n_embd, intermediate_size=s.n_ff, num_hidden_layers=s.n_layer,
-        num_attention_heads=s.n_head, rms_norm_eps=s.norm_eps, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": s.rope_theta})).eval()
-    names = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "attention_norm": "input_layernorm",
-             "ff_norm": "post_attention_layernorm", **{k: f"self_attn.{k}_proj" for k in "qkvo"},
-             **{k: f"mlp.{k}_proj" for k in ("gate", "up", "down")}}
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=s.vocab_size,
+            hidden_size=s.n_embd,
+            intermediate_size=s.n_ff,
+            num_hidden_layers=s.n_layer,
+            num_attention_heads=s.n_head,
+            rms_norm_eps=s.norm_eps,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": s.rope_theta},
+        )
+    ).eval()
+    names = {
+        "embed": "model.embed_tokens",
+        "norm": "model.norm",
+        "head": "lm_head",
+        "attention_norm": "input_layernorm",
+        "ff_norm": "post_attention_layernorm",
+        **{k: f"self_attn.{k}_proj" for k in "qkvo"},
+        **{k: f"mlp.{k}_proj" for k in ("gate", "up", "down")},
+    }
     state = {}
     for name, p in ours.named_parameters():
         *path, kind, _ = name.split(".")
@@ -160,33 +212,38 @@ def test_logits_equal_transformers_llama():
     positions = torch.arange(32).expand(2, 32)
     mask = make_mask(torch.ones_like(tokens), positions, torch.zeros(2, dtype=torch.long))
     with torch.no_grad():
-        torch.testing.assert_close(ours.head(ours.hidden(tokens, mask, positions)), llama(tokens).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            ours.head(ours.hidden(tokens, mask, positions)),
+            llama(tokens).logits,
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
-def test_bf16_arithmetic_of_cuda():
-    """What CUDA computes, rounding included, on the CPU: bf16 activations and products, fp32 parameters, logits and loss;
-    loss and gradients stay close to fp32."""
-    s = tiny_settings()
-    exact, rounded = random_model(s), random_model(s)
+def test_bf16_arithmetic_of_cuda_stays_close_to_fp32():
+    """What CUDA computes, rounding included, on the CPU: bf16 activations, fp32 parameters."""
+    exact, rounded = random_model(tiny_settings()), random_model(tiny_settings())
     rounded.dtype = torch.bfloat16
-    w, prefix = torch.full((1, T), 1 / T), torch.tensor([0])
-    for m in (exact, rounded):
-        m.loss(TOKENS, TOKENS.roll(-1, 1), w, prefix, 1e-4)[0].backward()
+    batch = make_batch(TOKENS, TOKENS.roll(-1, 1), 0)
+    for model in (exact, rounded):
+        model.loss(batch, 1e-4)[0].backward()
     for (name, p), q in zip(exact.named_parameters(), rounded.parameters()):
         assert q.grad.dtype == torch.float32
         assert (p.grad - q.grad).norm() < 0.05 * p.grad.norm(), name
-    hidden = rounded.hidden(TOKENS, make_mask(SEGMENTS, POSITIONS, prefix), POSITIONS)
-    assert hidden.dtype == torch.bfloat16
+    mask = make_mask(SEGMENTS, POSITIONS, torch.tensor([0]))
+    assert rounded.hidden(TOKENS, mask, POSITIONS).dtype == torch.bfloat16
 
 
-def test_one_graph_serves_both_objectives():
-    """Compiled, the transformer is one graph without breaks, for AR and MD alike, with no recompilation later."""
+def test_one_graph_serves_all_blocks_and_both_objectives():
+    """Compiled block by block there is one graph without breaks, and no recompilation later."""
     from torch._dynamo.testing import CompileCounter
-    counter, model = CompileCounter(), random_model(tiny_settings())
+
+    counter = CompileCounter()
+    model = random_model(tiny_settings(n_layer=3))
     torch._dynamo.reset()
-    model.hidden = torch.compile(model.hidden, dynamic=False, fullgraph=True, backend=counter)
-    w = torch.full((1, T), 1 / T)
+    for block in model.blocks:
+        block.compile(dynamic=False, fullgraph=True, backend=counter)
     for prefix in (0, T, 0, T, T, 0):
         tokens = torch.randint(1, 300, (1, T))
-        model.loss(tokens, tokens, w, torch.tensor([prefix]), 1e-4)[0].backward()
+        model.loss(make_batch(tokens, tokens, prefix), 1e-4)[0].backward()
     assert counter.frame_count == 1

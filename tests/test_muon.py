@@ -1,4 +1,5 @@
 """Muon against torch's own, an fp64 textbook loop, and the band it promises."""
+
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ def textbook(G):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_orthogonalize_equals_the_textbook(shape):
-    """fp32, square, tall, and wide (the Gram side), as a stack."""
+    """In fp32: square, tall and wide, as a stack."""
     torch.manual_seed(0)
     G = torch.randn(3, *shape)
     for ours, g in zip(orthogonalize(G), G):
@@ -35,7 +36,9 @@ def test_singular_values_lie_in_the_band():
         if S.min() >= 0.01 * S.norm():
             values = torch.linalg.svdvals(orthogonalize(G[None])[0])
             assert 0.5 <= values.min() and values.max() <= 1.5
-    assert torch.linalg.svdvals(torch.randn(128, 444)).min() > 0.01 * 128 ** 0.5  # the band was really tested
+    assert (
+        torch.linalg.svdvals(torch.randn(128, 444)).min() > 0.01 * 128**0.5
+    )  # the band was really tested
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
@@ -53,35 +56,46 @@ def params(seed=0, shapes=SHAPES):
     return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
+def set_gradients(parameters, gradients):
+    """Write gradients where Muon expects them: into the views that it has made."""
+    for p, gradient in zip(parameters, gradients):
+        p.grad.copy_(gradient)
+
+
 def test_agrees_with_torch_in_bf16():
-    """torch.optim.Muon orthogonalises in bf16; so do we on CUDA. Its match_rms_adamw is our scale. Tiny matrices only:
-    this CPU arithmetic is slow."""
+    """torch.optim.Muon orthogonalises in bf16, as we do on CUDA; match_rms_adamw is our scale.
+
+    Tiny matrices only: bf16 is slow on a CPU.
+    """
     shapes = [(8, 8), (12, 8), (8, 24)]
     ours, theirs = params(shapes=shapes), params(shapes=shapes)
     a = Muon(ours, lr=0.02, momentum=0.9, weight_decay=0.1, dtype=torch.bfloat16)
-    b = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    b = torch.optim.Muon(
+        theirs, lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     for step in range(3):
         torch.manual_seed(step)
-        for p, q in zip(ours, theirs):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
+        gradients = [torch.randn_like(p) for p in ours]
+        set_gradients(ours, gradients)
+        for p, gradient in zip(theirs, gradients):
+            p.grad = gradient.clone()
         a.step()
         b.step()
-    for p, q in zip(ours, theirs):  # torch's momentum is an average, ours a sum: a factor that orthogonalisation removes
+    # torch's momentum is an average, ours a sum: a factor that orthogonalisation removes.
+    for p, q in zip(ours, theirs):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-3)
 
 
 def test_agrees_with_a_textbook_loop():
-    """Ten steps in fp32 against momentum, Nesterov, orthogonalisation, scale and decay written out in fp64."""
-    ours = params()
+    """Ten steps in fp32 against the rule written out in fp64, with equal and unequal shapes."""
+    ours = params(shapes=[*SHAPES, (32, 48), (32, 32)])
     reference = [p.detach().double() for p in ours]
     momentum = [torch.zeros_like(p) for p in reference]
     muon = Muon(ours, lr=0.02, momentum=0.95, weight_decay=0.1)
     for step in range(10):
         torch.manual_seed(step)
         gradients = [torch.randn(p.shape) for p in ours]
-        for p, g in zip(ours, gradients):
-            p.grad = g.clone()
+        set_gradients(ours, gradients)
         muon.step()
         for p, g, m in zip(reference, gradients, momentum):
             m.mul_(0.95).add_(g.double())
@@ -89,12 +103,24 @@ def test_agrees_with_a_textbook_loop():
             p.mul_(1 - 0.02 * 0.1).sub_(0.02 * update)
     for p, q in zip(ours, reference):
         torch.testing.assert_close(p.double(), q, rtol=1e-4, atol=1e-4)
+    for ours_m, m in zip(muon.gather_momentum(), momentum):
+        torch.testing.assert_close(ours_m.double(), m, rtol=1e-4, atol=1e-4)
 
 
 def test_update_has_the_size_of_adamw():
-    """RMS of an update is about 0.2 lr whatever the shape."""
+    """The RMS of an update is about 0.2 lr whatever the shape."""
     for shape in [(128, 128), (128, 444), (444, 128)]:
         p = torch.nn.Parameter(torch.zeros(shape))
-        p.grad = torch.randn(shape)
-        Muon([p], lr=1.0, weight_decay=0.0).step()
+        muon = Muon([p], lr=1.0, weight_decay=0.0)
+        p.grad.copy_(torch.randn(shape))
+        muon.step()
         assert 0.15 < p.pow(2).mean().sqrt() < 0.25
+
+
+def test_a_replaced_gradient_is_noticed():
+    """Only Muon.zero_grad may clear gradients: otherwise they would no longer be reduced."""
+    p = torch.nn.Parameter(torch.zeros(8, 8))
+    muon = Muon([p], lr=1.0)
+    p.grad = torch.ones(8, 8)
+    with pytest.raises(AssertionError, match="only Muon.zero_grad"):
+        muon.reduce()
