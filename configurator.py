@@ -85,7 +85,7 @@ ALIASES = {
 def load_settings(argv, usage):
     """Return the settings that a command line asks for: config files in order, then its flags."""
     if "-h" in argv or "--help" in argv:
-        print(usage.strip(), "\n\nsettings (--key=value):")
+        print(usage.strip() + "\n\nsettings (--key=value):")
         print(*inspect.getsource(Settings).splitlines()[2:], sep="\n")
         sys.exit()
     s = Settings()
@@ -159,7 +159,7 @@ def parse_literal(text):
         return text.lower() == "true"
     try:
         return ast.literal_eval(text) if len(text) < 100 else text
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
@@ -204,7 +204,7 @@ def parse_alpha(text, repetitions):
     decimal = r"\d{0,18}\.?\d{1,18}(e-?\d{1,2})?"
     if re.fullmatch(f"{number}/{number}|{decimal}", str(text)):
         try:
-            return Fraction(text)
+            return Fraction(str(text))
         except ZeroDivisionError:
             pass
     return Fraction(-1)

@@ -56,7 +56,7 @@ def test_prefix_mode_is_bidirectional_in_the_prefix_and_causal_after_it():
 
 
 def test_choices_share_a_context_and_are_blind_to_each_other():
-    """Segment 0 is the context; segments 1 and 2 continue it from the same position, each blind to the other."""
+    """Segment 0 is the context; segments 1 and 2 both continue it, from the same position."""
     positions = torch.tensor([[*range(6), *range(6, 10), *range(6, 12)]])
     expected = torch.zeros(T, T, dtype=torch.bool)
     expected[:6, :6] = expected[:6, :6].logical_not().tril()
@@ -150,7 +150,7 @@ def test_the_papers_model_has_its_size():
 
 
 def test_initialisation_follows_the_papers_rule():
-    """Standard deviations by rule, cut at two sigma (which leaves 0.88 of it), zero output projections."""
+    """Standard deviations, cut at two sigma (which leaves 0.88 of them); what leaves a block is 0."""
     s = tiny_settings(n_embd=256, n_ff=512, vocab_size=2000, n_layer=3)
     torch.manual_seed(0)
     model = Transformer(s)
@@ -176,7 +176,7 @@ def test_initialisation_follows_the_papers_rule():
 
 
 def test_logits_equal_transformers_llama():
-    """The same weights in LlamaForCausalLM give the same logits: being a plain Llama is literally true."""
+    """Being a plain Llama is literally true: LlamaForCausalLM with these weights agrees."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     s = tiny_settings(n_layer=3, n_head=4, n_embd=64, n_ff=100, rope_theta=160000.0)
