@@ -7,6 +7,7 @@ ckpt_STEP.pt (older ones, if asked for) and log.jsonl.
 
 import glob
 import os
+import pickle
 import socket
 import zipfile
 from typing import NamedTuple
@@ -132,6 +133,8 @@ def load_checkpoint(path):
         return content
     except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
         reason = str(error).partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it holds something else than weights and numbers"
         others = [other for other in find_checkpoints(os.path.dirname(file)) if other != file]
         advice = f"; you can copy an older one over it: {', '.join(others)}" if others else ""
         die(f"{file} is damaged: {reason}{advice}")

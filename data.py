@@ -326,8 +326,8 @@ def bytes_per_token(corpus, s):
     """Return how many bytes of text an ordinary token of the validation stands for."""
     tokens = corpus.val.tokens[: count_val_windows(corpus, s) * s.seq_len]
     text = tokenizers.Tokenizer.from_str(corpus.tokenizer).decode(tokens.tolist())
-    n_ordinary = np.count_nonzero(~np.isin(tokens, corpus.special.all))
-    return len(text.encode()) / max(n_ordinary, 1)
+    n_special = np.count_nonzero(np.isin(tokens, corpus.special.all))
+    return len(text.encode()) / max(len(tokens) - int(n_special), 1)
 
 
 def val_batches(corpus, s):

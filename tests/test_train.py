@@ -1,4 +1,5 @@
 """Whole runs of train.py, as a user starts them: resume, ranks, signals, log."""
+
 import os
 import signal
 import sys
@@ -6,31 +7,55 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import data
-from conftest import ROOT, flags, random_model, read_log, run, tiny_settings, torchrun
-from data import N_SPECIAL
-from model import Transformer, load_model, make_mask
+from checkpoint import load_model, overfits
+from conftest import (
+    N_SPECIAL,
+    ROOT,
+    flags,
+    random_model,
+    random_stream,
+    read_log,
+    run,
+    tiny_settings,
+    torchrun,
+)
+from model import Transformer, make_mask
 from muon import Muon
-from test_objective import synthetic_stream
+from test_muon import textbook
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
 
 
 def weights(folder):
-    return torch.load(folder / "ckpt.pt", weights_only=True)["model"]
+    return load(folder / "ckpt.pt")["model"]
 
 
 def assert_same_bits(a, b):
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
 
 
 def assert_close(a, b, tolerance=1e-4):
-    for k in a:
-        assert (a[k] - b[k]).norm() <= tolerance * a[k].norm(), (k, (a[k] - b[k]).norm() / a[k].norm())
+    for name in a:
+        difference = (a[name] - b[name]).norm() / a[name].norm()
+        assert difference <= tolerance, (name, difference)
+
+
+def differ(a, b, tolerance):
+    return any((a[name] - b[name]).norm() > tolerance * a[name].norm() for name in a)
 
 
 def train(corpus, out, *extra, n=1, **changes):
     arguments = ["train.py", *flags(data_dir="data/tiny", out_dir=out, **changes), *extra]
-    return run(*arguments, cwd=corpus) if n == 1 else torchrun(n, *arguments, cwd=corpus)
+    if n == 1:
+        return run(*arguments, cwd=corpus)
+    return torchrun(n, *arguments, cwd=corpus)
 
 
 @pytest.fixture(scope="session")
@@ -40,58 +65,89 @@ def whole(corpus):
     return corpus / "out/whole"
 
 
-def test_log(whole):
-    """One record per log step with the contract's fields; held-out losses fall; the last record says done."""
+# ---- the log -------------------------------------------------------------------------------------
+def test_the_log_has_every_promised_field(whole):
+    """Held-out losses fall, the rate decays to 0, and the last record alone says done."""
     log = read_log(whole)
-    assert [r["step"] for r in log] == list(range(7))
-    for r in log[1:]:
-        assert r["tokens"] == r["step"] * 256 and r["tok_per_s"] > 0 and {"lr", "train_ar", "train_md"} <= r.keys()
-    evaluated = [r for r in log if "val_ar" in r]
-    assert [r["step"] for r in evaluated] == [0, 2, 4, 6]
-    for k in ("val_ar", "val_md", "val_ar_bpb", "val_md_bpb"):
-        assert evaluated[-1][k] < evaluated[0][k]
-    assert [r["lr"] for r in log] == pytest.approx([0.007] * 5 + [0.0035, 0.0])
-    assert log[-1]["done"] is True and log[-1]["overfit"] is False and not any("done" in r for r in log[:-1])
+    assert [record["step"] for record in log] == list(range(7))
+    for record in log[1:]:
+        assert record["tokens"] == record["step"] * 256
+        assert record["tok_per_s"] > 0
+        assert {"lr", "train_ar", "train_md"} <= record.keys()
+    validated = [record for record in log if "val_ar" in record]
+    assert [record["step"] for record in validated] == [0, 2, 4, 6]
+    for name in ("val_ar", "val_md", "val_ar_bpb", "val_md_bpb"):
+        assert validated[-1][name] < validated[0][name]
+    assert [record["lr"] for record in log] == pytest.approx([0.007] * 5 + [0.0035, 0.0])
+    assert log[-1]["done"] is True and log[-1]["overfit"] is False
+    assert not any("done" in record for record in log[:-1])
 
 
-def test_validation_by_hand(whole, corpus):
-    """val_ar of the final weights, recomputed with a plain cross-entropy over the held-out targets that can be masked; bits
-    per byte from the text's own bytes."""
-    model, tokenizer, checkpoint = load_model(str(whole))
+def test_validation_equals_a_plain_cross_entropy(whole, corpus):
+    """val_ar of the final weights, recomputed over the held-out targets that can be masked."""
+    model = load_model(str(whole)).model
     tokens = np.fromfile(corpus / "data/tiny/val.bin", np.uint16).astype(np.int64)
-    n = min(640, len(tokens) - 1) // 32
-    total = count = size = 0
-    for i in range(n):
-        x0 = torch.from_numpy(tokens[i * 32:i * 32 + 33])[None]
-        segments, positions = 1 + (x0[:, :-1] == 1).cumsum(1), torch.arange(32)[None]
+    positions = torch.arange(32)[None]
+    total = count = 0
+    for i in range(min(640, len(tokens) - 1) // 32):
+        x0 = torch.from_numpy(tokens[i * 32 : i * 32 + 33])[None]
+        segments = 1 + (x0[:, :-1] == 1).cumsum(1)
+        mask = make_mask(segments, positions, torch.tensor([0]))
         with torch.no_grad():
-            h = model.hidden(x0[:, :-1], make_mask(segments, positions, torch.tensor([0])), positions)
-            ce = torch.nn.functional.cross_entropy(model.head(h)[0], x0[0, 1:], reduction="none")
-        on = x0[0, 1:] >= N_SPECIAL
-        on[-1] = False
-        total, count = total + ce[on].sum().item(), count + on.sum().item()
-        size += sum(len(t) for t in map(tokenizer.id_to_token, x0[0, 1:][on].tolist()))
+            logits = model.head(model.hidden(x0[:, :-1], mask, positions))
+        ce = F.cross_entropy(logits[0], x0[0, 1:], reduction="none")
+        scored = x0[0, 1:] >= N_SPECIAL
+        scored[-1] = False
+        total += ce[scored].sum().item()
+        count += scored.sum().item()
     last = read_log(whole)[-1]
     assert last["val_ar"] == pytest.approx(total / count, rel=1e-5)
-    assert last["val_ar_bpb"] == pytest.approx(total / size / np.log(2), rel=1e-5)
+    opened = data.open_corpus(corpus / "data/tiny", 300)
+    n_bytes = data.bytes_per_token(opened, tiny_settings())
+    assert last["val_ar_bpb"] == pytest.approx(total / count / n_bytes / np.log(2), rel=1e-5)
 
 
+def test_start_up_names_the_mean_and_spread_of_repetitions(corpus):
+    output = train(corpus, "out/spread", alpha="1/4", repetitions=4, max_steps=2)
+    assert "by AR 1 times on average, by MD 3 times (standard deviation 0.9)" in output
+
+
+def test_overfit_is_the_papers_definition():
+    """2% above the best held-out loss while training improves; noise and divergence are not."""
+
+    def records(*pairs):
+        return [{"val_ar": 7.0}] + [{"train_ar": train, "val_ar": val} for train, val in pairs]
+
+    assert overfits(records((5, 5), (4, 4.5), (3, 4.6), (2, 4.8)), "ar")
+    assert not overfits(records((5, 5), (4, 4.5), (3, 4.55)), "ar")  # within 2%
+    assert not overfits(records((5, 5), (4, 4.5), (4.5, 5)), "ar")  # training got worse too
+    assert not overfits(records((5, 5), (4, 4.5), (3, 4.4), (2, 4.3)), "ar")
+    assert overfits(records((5, 5), (4, 4.5), (3, 4.8), (2.9, 4.55)), "ar")  # it came back
+    assert not overfits(records((5, 5), (4, 4.5), (3, 4.8)), "md")
+    # The training loss is its mean since the last validation.
+    between = [{"train_ar": 2.0}, {"train_ar": 9.0, "val_ar": 4.8}]
+    assert not overfits(records((5, 5), (4, 4.5)) + between, "ar")
+
+
+# ---- the same bits -------------------------------------------------------------------------------
 def test_same_seed_same_bits(whole, corpus):
     train(corpus, "out/again")
     assert_same_bits(weights(whole), weights(corpus / "out/again"))
-    other = train(corpus, "out/seed2", seed=2)
-    assert not torch.equal(weights(whole)["head.weight"], weights(corpus / "out/seed2")["head.weight"]), other
+    train(corpus, "out/seed2", seed=2)
+    assert differ(weights(whole), weights(corpus / "out/seed2"), 0.01)
 
 
-# runs train.py, and at the moment its record of a step is written sends it a signal
+# Runs train.py, and sends it a signal at the moment its record of a step is written.
 INTERRUPTED = """
 import json, os, runpy, sys
 script, step, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv = [script] + sys.argv[4:]
+folder = [a for a in sys.argv if a.startswith("--out_dir=")][0].removeprefix("--out_dir=")
 dumps = json.dumps
 def interrupt(record):
     if record["step"] == step:
-        open([a for a in sys.argv if a.startswith("--out_dir=")][0][10:] + "/log.jsonl", "a").write('{"step": 4, "tor')
+        with open(folder + "/log.jsonl", "a") as log:
+            log.write('{"step": 4, "tor')
         os.kill(os.getpid(), number)
     return dumps(record)
 json.dumps = interrupt
@@ -100,36 +156,42 @@ runpy.run_path(script, run_name="__main__")
 
 
 def interrupted(corpus, out, step, number, code, **changes):
-    return run(sys.executable, "-c", INTERRUPTED, os.path.join(ROOT, "train.py"), str(step), str(int(number)),
-               *flags(data_dir="data/tiny", out_dir=out, **changes), cwd=corpus, code=code, PYTHONPATH=ROOT)
+    script = os.path.join(ROOT, "train.py")
+    arguments = [script, str(step), str(int(number))]
+    arguments += flags(data_dir="data/tiny", out_dir=out, **changes)
+    command = [sys.executable, "-c", INTERRUPTED, *arguments]
+    return run(*command, cwd=corpus, code=code, PYTHONPATH=ROOT)
 
 
-def without_speed(folder):
-    return [{k: v for k, v in r.items() if k != "tok_per_s"} for r in read_log(folder)]
+def log_without_speed(folder):
+    records = read_log(folder)
+    for record in records:
+        record.pop("tok_per_s", None)
+    return records
 
 
 @pytest.mark.parametrize("step, saved", [(3, 2), (4, 4), (6, 6)])
 def test_resume_after_kill_is_bit_exact(whole, corpus, step, saved):
-    """SIGKILL while a record is written, then --resume: the same weights, and the same log but for the speed."""
+    """SIGKILL while a record is written, then --resume: the same weights and the same log."""
     out = f"out/killed{step}"
     interrupted(corpus, out, step, signal.SIGKILL, -signal.SIGKILL)
-    output = train(corpus, out, "--resume=True")
+    output = train(corpus, out, "--resume")
     assert f"at step {saved}" in output
     assert_same_bits(weights(whole), weights(corpus / out))
-    assert without_speed(whole) == without_speed(corpus / out)
+    assert log_without_speed(whole) == log_without_speed(corpus / out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_resumes_bit_exactly(whole, corpus, number):
-    """The step under way is finished and saved; the exit status is the signal's; the rest follows with --resume."""
+    """The step under way is finished and saved; the exit status is the signal's."""
     out = f"out/signal{int(number)}"
     output = interrupted(corpus, out, 1, number, 128 + number, save_interval=0)
     assert "saved" in output and "done" not in output
-    assert torch.load(corpus / out / "ckpt.pt", weights_only=True)["step"] == 2
-    (corpus / out / "log.jsonl").write_text((corpus / out / "log.jsonl").read_text().replace('{"step": 4, "tor', ""))
-    train(corpus, out, "--resume=True", save_interval=0)
+    assert ("press again to quit" in output) == (number == signal.SIGINT)
+    assert load(corpus / out / "ckpt.pt")["step"] == 2
+    train(corpus, out, "--resume", save_interval=0)
     assert_same_bits(weights(whole), weights(corpus / out))
-    assert without_speed(whole) == without_speed(corpus / out)
+    assert log_without_speed(whole) == log_without_speed(corpus / out)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -139,137 +201,173 @@ def test_ranks_change_nothing_but_rounding(whole, corpus, n):
     assert_close(weights(whole), weights(corpus / f"out/ranks{n}"))
     for a, b in zip(read_log(whole), read_log(corpus / f"out/ranks{n}"), strict=True):
         assert a.keys() == b.keys()
-        for k in ("train_ar", "train_md", "val_ar", "val_md"):
-            assert k not in a or a[k] == pytest.approx(b[k], rel=1e-4)
+        for name in ("train_ar", "train_md", "val_ar", "val_md"):
+            if name in a:
+                assert a[name] == pytest.approx(b[name], rel=1e-4)
 
 
 def test_resume_on_another_number_of_ranks(whole, corpus):
-    """Two processes until step 4, then one: equal to rounding; the momentum of both owners is in the checkpoint."""
+    """Two processes until step 4, then one: the momentum of both owners is in the checkpoint."""
     train(corpus, "out/moved", n=2, keep=5)
     folder = corpus / "out/moved"
     os.replace(folder / "ckpt_4.pt", folder / "ckpt.pt")
-    assert "at step 4" in train(corpus, "out/moved", "--resume=True")
+    assert "at step 4" in train(corpus, "out/moved", "--resume")
     assert_close(weights(whole), weights(folder))
 
 
-def test_grad_clip_over_ranks(corpus):
-    """Clipping uses the norm of the whole gradient: one and two processes agree, and it does something (Adam and Muon
-    are blind to a constant factor, but not to one that changes from step to step)."""
-    train(corpus, "out/clip1", grad_clip=0.01, max_steps=2)
-    train(corpus, "out/clip2", grad_clip=0.01, max_steps=2, n=2)
+def test_clipping_uses_the_norm_of_the_whole_gradient(corpus):
+    """One and two processes agree, and clipping does something."""
+    changes = dict(max_steps=2, alpha="1/2")
+    train(corpus, "out/clip1", grad_clip=0.01, **changes)
+    train(corpus, "out/clip2", grad_clip=0.01, n=2, **changes)
+    train(corpus, "out/clip0", **changes)
     assert_close(weights(corpus / "out/clip1"), weights(corpus / "out/clip2"))
-    train(corpus, "out/clip0", max_steps=2)
-    a, b = weights(corpus / "out/clip0"), weights(corpus / "out/clip1")
-    assert any((a[k] - b[k]).norm() > 1e-3 * a[k].norm() for k in a)
+    assert differ(weights(corpus / "out/clip0"), weights(corpus / "out/clip1"), 1e-3)
 
 
-def test_keep_and_decay_checkpoints(corpus):
-    train(corpus, "out/keep", keep=2, save_interval=1, max_steps=5, decay_steps=2)
+# ---- checkpoints ---------------------------------------------------------------------------------
+def test_the_newest_checkpoints_and_the_one_before_the_decay_are_kept(corpus):
+    changes = dict(keep=2, save_interval=1, max_steps=5, decay_steps=2)
+    train(corpus, "out/keep", **changes)
     folder = corpus / "out/keep"
-    names = sorted(f.name for f in folder.glob("*.pt"))
-    assert names == ["ckpt.pt", "ckpt_4.pt", "ckpt_5.pt", "ckpt_decay.pt"]
-    steps = [torch.load(folder / n, weights_only=True)["step"] for n in names]
-    assert steps == [5, 4, 5, 3]
-    # a flipped bit in the newest: it is named and skipped, the one before is used
-    for name in ("ckpt.pt", "ckpt_5.pt"):
-        content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).unlink()
-        (folder / name).write_bytes(content)
-    output = train(corpus, "out/keep", "--resume=True", keep=2, save_interval=1, max_steps=5, decay_steps=2)
-    assert "skipping out/keep/ckpt.pt" in output and "at step 4" in output
-    # the same with only the oldest left: newer numbers, which are damaged, give way
-    for name in ("ckpt.pt", "ckpt_4.pt", "ckpt_5.pt"):
-        (folder / name).unlink()
-        (folder / name).write_bytes(content)
-    output = train(corpus, "out/keep", "--resume=True", keep=2, save_interval=1, max_steps=5, decay_steps=2)
-    assert "at step 3" in output and sorted(f.name for f in folder.glob("ckpt_?.pt")) == ["ckpt_4.pt", "ckpt_5.pt"]
+    steps = {file.name: load(file)["step"] for file in folder.glob("*.pt")}
+    assert steps == {"ckpt.pt": 5, "ckpt_4.pt": 4, "ckpt_5.pt": 5, "ckpt_decay.pt": 3}
+
+    # With a flipped bit in the newest, the error names what can take its place.
+    content = bytearray((folder / "ckpt.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "ckpt.pt").unlink()
+    (folder / "ckpt.pt").write_bytes(content)
+    arguments = [*flags(data_dir="data/tiny", out_dir="out/keep", **changes), "--resume"]
+    error = run("train.py", *arguments, cwd=corpus, code=1)
+    assert "error: out/keep/ckpt.pt is damaged" in error and "out/keep/ckpt_decay.pt" in error
+    os.replace(folder / "ckpt_decay.pt", folder / "ckpt.pt")
+    assert "at step 3" in run("train.py", *arguments, cwd=corpus)
 
 
-def test_ar_weight(whole, corpus):
-    """The paper's factor 2 on AR changes the mixture."""
+def test_a_checkpoint_holds_no_padding(whole, corpus):
+    """Matrices live in stacks, padded for the ranks; what is saved is their own size."""
+    train(corpus, "out/padded", n=4, max_steps=1, decay_steps=0, alpha="1/2")
+    content = load(corpus / "out/padded/ckpt.pt")
+    for tensor in [*content["model"].values(), *content["momentum"]]:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
+
+
+# ---- starting from another run -------------------------------------------------------------------
+def test_a_run_can_be_extended_from_before_its_decay(corpus):
+    """With R and steps doubled the data is the same, and so is every bit of a run planned so."""
+    train(corpus, "out/short", max_steps=6, decay_steps=2, repetitions=2)
+    longer = dict(max_steps=12, decay_steps=2, repetitions=4)
+    train(corpus, "out/long", **longer)
+    start = "--init_from=out/short/ckpt_decay.pt"
+    assert "starting from" in train(corpus, "out/extended", start, **longer)
+    assert_same_bits(weights(corpus / "out/long"), weights(corpus / "out/extended"))
+    assert log_without_speed(corpus / "out/long") == log_without_speed(corpus / "out/extended")
+
+
+def test_init_from_takes_the_model_and_refuses_other_tokens(whole, corpus, tmp_path):
+    """The shape of the model comes from the checkpoint, whatever the config says."""
+    changes = dict(n_layer=1, n_embd=64, max_steps=8, repetitions=3)
+    train(corpus, "out/adopted", "--init_from=out/whole", **changes)
+    assert weights(corpus / "out/adopted").keys() == weights(whole).keys()
+    train(corpus, "out/adopted", "--init_from=out/whole", "--resume", **changes)
+
+    text = "".join(f'{{"text": "other {i} words {i * i}"}}\n' for i in range(3000))
+    (corpus / "other.jsonl").write_text(text)
+    arguments = ["--input", "other.jsonl", "--out", "data/other", "--vocab_size", "300"]
+    run("prepare.py", *arguments, cwd=corpus)
+    arguments = flags(data_dir="data/other", out_dir="out/other", max_steps=8)
+    error = run("train.py", *arguments, "--init_from=out/whole", cwd=corpus, code=1)
+    assert "another tokenizer" in error
+
+
+def test_a_restart_resumes_only_what_its_own_job_began(corpus):
+    """A job that is refused because the directory holds a run is not let in by its restart."""
+    train(corpus, "out/taken")
+    arguments = ["train.py", *flags(data_dir="data/tiny", out_dir="out/taken")]
+    other_job = dict(TORCHELASTIC_RESTART_COUNT=1, TORCHELASTIC_RUN_ID="another job")
+    assert "holds a run already" in run(*arguments, cwd=corpus, code=1, **other_job)
+    same_job = dict(TORCHELASTIC_RESTART_COUNT=1, TORCHELASTIC_RUN_ID="this job")
+    arguments = ["train.py", *flags(data_dir="data/tiny", out_dir="out/begun")]
+    run(*arguments, cwd=corpus, **same_job)
+    assert "resuming out/begun" in run(*arguments, cwd=corpus, **same_job)
+
+
+# ---- one step, against loops written out here ----------------------------------------------------
+def test_the_ar_weight_changes_the_mixture(whole, corpus):
     train(corpus, "out/weight2", ar_weight=2)
-    a, b = weights(whole), weights(corpus / "out/weight2")
-    assert any((a[k] - b[k]).norm() > 0.01 * a[k].norm() for k in a)
+    assert differ(weights(whole), weights(corpus / "out/weight2"), 0.01)
 
 
-def test_overfit_is_the_papers_definition():
-    """Held-out loss 2% above its best while the training loss is below its value there; noise and divergence are not."""
-    source = open(os.path.join(ROOT, "train.py")).read()
-    start = source.index("def overfits")
-    space = {}
-    exec(source[start:source.index("\n\n", start)], space)
-
-    def records(*pairs):
-        return [{"val_ar": 7.0}] + [{"train_ar": t} if v is None else {"train_ar": t, "val_ar": v} for t, v in pairs]
-    overfits = space["overfits"]
-    assert overfits(records((5, 5), (4, 4.5), (3, 4.6), (2, 4.8)), "ar")
-    assert not overfits(records((5, 5), (4, 4.5), (3, 4.55)), "ar")          # within 2%
-    assert not overfits(records((5, 5), (4, 4.5), (4.5, 5)), "ar")           # training got worse too
-    assert not overfits(records((5, 5), (4, 4.5), (3, 4.4), (2, 4.3)), "ar")
-    assert overfits(records((5, 5), (4, 4.5), (3, 4.8), (2.9, 4.55)), "ar")  # came back, but it was there
-    assert not overfits(records((5, 5), (4, 4.5), (3, 4.8)), "md")
-
-
-def test_gradient_is_the_mean_over_slots():
-    """Accumulating S slots with loss / S equals the gradient of the mean loss over all sequences, objectives mixed."""
+def test_gradient_is_the_mean_over_sequences():
+    """Slot by slot with the scale of train.py, and as one mean over all eight sequences."""
     s = tiny_settings(alpha="3/4")
     a, b = random_model(s), random_model(s)
-    stream, total = synthetic_stream(s), 0
+    stream = random_stream(s)
+    losses = []
     for slot in range(4):
-        *batch, ar = data.train_slot(stream, s, 0, slot)
-        x, y, w, prefix = map(torch.as_tensor, batch)
-        (a.loss(x, y, w, prefix)[0] / 4).backward()
+        batch = data.train_batch(stream, s, 0, slot)
+        (a.loss(batch)[0] / s.batch_size).backward()
         for i in range(2):
-            total = total + b.loss(x[i:i + 1], y[i:i + 1], w[i:i + 1] * 2, prefix[i:i + 1])[0] / 8
-    total.backward()
+            one = [tensor[i : i + 1] for tensor in batch[:-1]]
+            losses.append(b.loss(data.Batch(*one, batch.is_ar))[0])
+    torch.stack(losses).mean().backward()
     for p, q in zip(a.parameters(), b.parameters()):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_one_batch_can_be_learned():
-    """Both losses of one repeated batch go down to almost nothing: gradients, optimizers and shift work together."""
+    """Both losses of one repeated batch vanish: gradients, optimizers and shift work together."""
     s = tiny_settings(n_embd=64, n_ff=128)
     torch.manual_seed(0)
     model = Transformer(s)
-    stream = synthetic_stream(s)
-    batches = [[torch.as_tensor(a) for a in data.train_slot(stream, s, 0, slot)[:4]] for slot in range(4)]
+    stream = random_stream(s)
+    batches = [data.train_batch(stream, s, 0, slot) for slot in range(4)]
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    optimizers = [Muon(matrices, 0.02), torch.optim.AdamW(rest, 0.02)]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers = [Muon(matrices, 0.01), torch.optim.AdamW(others, 0.01)]
     for _ in range(150):
-        losses = [model.loss(*batch)[0] for batch in batches]
+        losses = [model.loss(batch)[0] / 2 for batch in batches]
         sum(losses).backward()
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     assert max(losses) < 0.1
 
 
-def test_against_a_plain_loop(corpus):
-    """Three steps of train.py equal a loop written out here: slots, weights of the objectives, z-loss, decay, which optimizer
-    has which parameters, AdamW's constants; with fp64 Newton-Schulz and torch's own AdamW."""
-    from test_muon import textbook
-    changes = dict(alpha="3/4", ar_weight=2.0, z_loss=0.1, max_steps=3, decay_steps=2, weight_decay=0.5, momentum=0.8)
+def test_three_steps_equal_a_plain_loop(corpus):
+    """Slots, weights, z-loss, decay, who optimizes what: fp64 Newton-Schulz and torch's AdamW."""
+    changes = dict(
+        alpha="3/4",
+        ar_weight=2.0,
+        z_loss=0.1,
+        max_steps=3,
+        decay_steps=2,
+        weight_decay=0.5,
+        momentum=0.8,
+    )
     train(corpus, "out/plain", **changes)
     s = tiny_settings(**changes)
     torch.manual_seed(s.seed)
     model = Transformer(s)
-    tokens, starts = (np.fromfile(corpus / f"data/tiny/train.{end}", kind) for end, kind in (("bin", "u2"), ("idx", "u8")))
-    stream = data.Stream(tokens, starts, s)
+    stream = data.Stream(data.open_corpus(corpus / "data/tiny", 300), s)
     state = dict(model.named_parameters())
     hidden = {k: p for k, p in state.items() if k.startswith("blocks") and "norm" not in k}
-    adamw = torch.optim.AdamW([p for k, p in state.items() if k not in hidden], betas=(0.9, 0.95), weight_decay=0.5)
+    others = [p for k, p in state.items() if k not in hidden]
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.5)
     momentum = {k: torch.zeros_like(p) for k, p in hidden.items()}
+    positions = torch.arange(32).expand(2, 32)
     for step, lr in enumerate((0.007, 0.007, 0.0035)):
         for slot in range(4):
-            x, y, w, prefix, ar = data.train_slot(stream, s, step, slot)
-            assert ar == ((step * 4 + slot) * 3 % 4 < 3)
-            x, y, w = map(torch.as_tensor, (x, y, w))
-            mask = make_mask(1 + (x == 1).cumsum(1), torch.arange(32).expand(2, 32), torch.as_tensor(prefix))
-            logits = model.hidden(x, mask, torch.arange(32)[None]) @ model.head.weight.T
-            losses = torch.nn.functional.cross_entropy(logits.mT, y, reduction="none") + 0.1 * logits.logsumexp(-1) ** 2
-            ((losses * w).sum() * (2 if ar else 1) / 4).backward()
+            batch = data.train_batch(stream, s, step, slot)
+            assert batch.is_ar == ((step * 4 + slot) * 3 % 4 < 3)
+            prefix = torch.tensor([0 if batch.is_ar else 32] * 2)
+            mask = make_mask(1 + (batch.inputs == 1).cumsum(1), positions, prefix)
+            logits = model.hidden(batch.inputs, mask, positions[:1]) @ model.head.weight.T
+            losses = F.cross_entropy(logits.mT, batch.targets, reduction="none")
+            losses = losses + 0.1 * logits.logsumexp(-1) ** 2
+            objective_weight = 2 if batch.is_ar else 1
+            ((losses * batch.weights).sum() * objective_weight / 8).backward()
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         for k, p in hidden.items():
