@@ -340,14 +340,14 @@ while True:
     norm = (matrix_square + get_total_norm([p.grad for p in others]) ** 2) ** 0.5
 
     # ---- before anything is updated: is all finite, was anyone told to stop? ---------------------
-    losses = sum_over_ranks(losses)
-    if not (losses.isfinite().all() and norm.isfinite()):
+    losses = sum_over_ranks(losses).tolist()
+    if not math.isfinite(norm.item() + losses[0][0] + losses[1][0]):
         die(
             f"loss or gradient is not finite at step {step}; nothing was updated or saved: "
             "try a lower learning_rate"
         )
     stopping = sum_over_ranks(torch.tensor(float(stop_signal > 0))) > 0
-    for name, (total, count) in zip(("ar", "md"), losses.tolist()):
+    for name, (total, count) in zip(("ar", "md"), losses):
         running[name][0] += total
         running[name][1] += count
 
