@@ -73,6 +73,16 @@ def find_special_ids(tokenizer_json):
     return SpecialIds(ids[names[0]], ids["<mask>"], tuple(sorted(ids.values())))
 
 
+def parse_tokenizer(tokenizer_json):
+    """Return the tokenizer that the text of a tokenizer.json describes; if none, a ValueError."""
+    try:
+        return tokenizers.Tokenizer.from_str(tokenizer_json)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it is written in Rust, and panics with a kind of its own
+        raise ValueError(f"no tokenizer: {error}") from error
+
+
 def token_dtype(vocab_size):
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
@@ -115,6 +125,7 @@ def open_corpus(data_dir, vocab_size):
             splits[name] = Split(tokens, starts)
 
         tokenizer = (folder / "tokenizer.json").read_text("utf-8")
+        parse_tokenizer(tokenizer)
         return Corpus(
             train=splits["train"],
             val=splits["val"],
