@@ -1,247 +1,630 @@
 """
-Which alpha is best for R repetitions? Train a grid of runs, fit the paper's Gaussian process to it, draw its figures.
+Find the best alpha for R repetitions: train a grid of runs, compare them, draw the paper's maps.
 
-    python sweep.py run --repetitions 8,16,32,64 --alphas 0,1/8,1/2,7/8,1 --config config/tiny.py --seeds 1,2 --jobs 2
-    python sweep.py fit --results out/sweep/results.jsonl --target val_ar --json fit.json
-    python sweep.py plot --results out/sweep/results.jsonl --out assets
-`run` hands unknown flags (--max_steps=300) to train.py, --eval '--tasks heldout' to eval.py; repeated, it goes on. A
-line of results is a run: repetitions, alpha and any numbers, of which val_* should be low, all others high.
+    python sweep.py run --config config/parity.py --repetitions 4,16,64 --alphas 0,1/2,15/16,1 \\
+        --seeds 1,2,3 --jobs 2 --eval "--tasks heldout" --results out/parity/results.jsonl
+    python sweep.py table --results out/parity/results.jsonl   # means over seeds, differences
+    python sweep.py fit --results out/parity/results.jsonl     # the best alpha for each R
+    python sweep.py plot --results out/parity/results.jsonl    # map.png, curves_R4.png, ...
+    python sweep.py plot --results out/demo/log.jsonl          # curves.png of one run
+
+Settings for train.py follow a lone --, as in `sweep.py run ... -- --weight_decay=1.0`. The same
+command continues a sweep that was stopped, and only evaluates runs that are trained already.
+
+A line of the results is a run: repetitions, alpha, seed, and the columns that were measured.
+val_* are held-out losses. acc_* and logp_* come from the task heldout: accuracy in percent, and
+log-likelihood of the true completion in nats per token. average_* is the paper's score in
+percent; *_se is a standard error. A loss should be low, everything else high.
 """
 
-import concurrent.futures, json, os, subprocess, sys, warnings
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import warnings
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import NamedTuple
+
+from errors import die, report, suggest, write_atomically
+
+if __name__ == "__main__":
+    sys.excepthook = report
 
 import numpy as np
 from tqdm import tqdm
-from configurator import die, flags, suggest
+
+# What tables and maps show unless told otherwise, as far as it was measured: column -> title.
+TITLES = {
+    "average_ar": "AR score, %",
+    "average_pll": "PLL score, %",
+    "average_prefix_minus_ar": "prefix − AR, points",
+    "acc_ar": "AR accuracy, %",
+    "acc_pll": "PLL accuracy, %",
+    "acc_prefix_minus_ar": "prefix − AR, points",
+    "val_ar": "held-out AR loss",
+    "val_md": "held-out MD loss",
+    "logp_pll6": "log-likelihood by PLL",
+}
+UNTRAINED_AT = {"ar": 0, "md": 1}  # the alpha at which an objective has no share
 
 
-def height(alpha):
-    """log2 of the odds of AR: a step halves a share, as a step of log2 R halves the data; 1/64 keeps 0, 1 finite."""
-    return np.log2((np.array(alpha, float) + 1 / 64) / (1 - np.array(alpha, float) + 1 / 64))
+class Run(NamedTuple):
+    """One line of a results file."""
+
+    repetitions: int
+    alpha: Fraction
+    seed: int
+    settings: str  # config file and settings of train.py
+    eval: str  # flags of eval.py
+    overfit: bool
+    curve: list[list[float]]  # at each validation: tokens, val_ar, val_md
+    columns: dict[str, float]  # everything else that is a number
 
 
-def read(path):
-    runs = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for n, line in enumerate(runs):
-        try:  # alpha may be 0.875 or "7/8"
-            R, alpha = (
-                Fraction(str(json.loads(line)[k])).limit_denominator(4096)
-                for k in ("repetitions", "alpha")
+class Surface(NamedTuple):
+    """What a Gaussian process says about a column; arrays are (values of R, values of alpha)."""
+
+    r2: float
+    kernel: str
+    log_odds: np.ndarray  # (values of alpha,)
+    mean: np.ndarray
+    best: np.ndarray  # chance that this alpha is the best for this R
+    positive: np.ndarray  # chance that the column is above 0
+
+
+class Line(NamedTuple):
+    """A line of a figure; several curves are seeds, drawn thin around their mean."""
+
+    objective: str
+    label: str
+    color: tuple
+    style: str
+    curves: list[np.ndarray]  # each (n, 2): tokens, loss
+
+
+def log_odds(alpha):
+    """Return log2 of the odds of AR; 1/64 keeps 0 and 1 finite.
+
+    A step halves the share of an objective, as a step of log2 R halves the data.
+    """
+    alpha = np.asarray(alpha, dtype=float)
+    return np.log2((alpha + 1 / 64) / (1 - alpha + 1 / 64))
+
+
+def alpha_at(log_odds):
+    """Return the alpha that has these log-odds."""
+    odds = 2.0**log_odds
+    return (odds * (1 + 1 / 64) - 1 / 64) / (1 + odds)
+
+
+def recommended_alpha(R):
+    """Return the paper's Remarks 1 and 2 as a rule: little MD, at most 16 repetitions of AR."""
+    return np.minimum(63 / 64, 16 / R)
+
+
+def is_loss(column):
+    """Say whether low values of a column are good."""
+    return column.startswith("val_")
+
+
+# ---- results files -------------------------------------------------------------------------------
+def read_records(path):
+    """Return the objects in a file of JSON lines."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            die(f"{path}, line {number} is not a JSON object: {error}")
+    return records
+
+
+def read_runs(path):
+    """Return the runs of a results file; of a run that was measured again, the last line."""
+    runs = {}
+    for number, record in enumerate(read_records(path), start=1):
+        try:
+            run = Run(
+                repetitions=int(str(record.pop("repetitions"))),
+                alpha=Fraction(str(record.pop("alpha"))),  # "7/8" or 0.875
+                seed=record.pop("seed", -number),  # without seeds, every line is another run
+                settings=record.pop("settings", ""),
+                eval=record.pop("eval", ""),
+                overfit=record.pop("overfit", False),
+                curve=record.pop("curve", []),
+                columns={name: x for name, x in record.items() if type(x) in (int, float)},
             )
-            assert R > 0 and 0 <= alpha <= 1, "a number is out of range"
-            runs[n] = json.loads(line) | {
-                "repetitions": R,
-                "alpha": alpha,
-                "place": (np.log2(float(R)), height(alpha)),
-            }
-        except (ValueError, KeyError, TypeError, ZeroDivisionError, AssertionError) as error:
-            die(
-                f"{path}, line {n + 1} is no run with repetitions and alpha ({type(error).__name__}: {error})"
-            )
-    return runs
+        except (ValueError, KeyError, ZeroDivisionError) as error:
+            die(f"{path}, line {number} is not a run: {type(error).__name__} {error}")
+        if run.repetitions < 1 or not 0 <= run.alpha <= 1:
+            die(f"{path}, line {number}: repetitions start at 1, alpha lies from 0 to 1")
+        runs[run.settings, run.repetitions, run.alpha, run.seed] = run
+    return list(runs.values())
 
 
-def train(args, settings, R, alpha, seed):
-    """Train and evaluate a run, in processes of their own, then write its line of the results."""
-    folder = args.results.parent / f"R{R}_a{str(alpha).replace('/', '_')}_s{seed}"
-    run = (
-        f"--repetitions={R}",
-        f"--alpha={alpha}",
-        f"--seed={seed}",
-        f"--resume={(folder / 'ckpt.pt').exists()}",
-    )
-    commands = [
-        ["train.py", args.config, *settings, *run, f"--out_dir={folder}"],
-        [
-            "eval.py",
-            *args.eval.split(),
-            f"--ckpt={folder}",
-            f"--json={folder}/eval.json",
-            f"--dump={folder}/eval.jsonl",
-        ],
-    ]
-    for script, *flags in commands if args.eval else commands[:1]:
-        child = subprocess.run(
-            [sys.executable, Path(__file__).parent / script, *flags], capture_output=True, text=True
-        )
-        if child.returncode:
-            raise ChildProcessError(
-                f"{folder}: {['killed', *child.stderr.splitlines()][-1].removeprefix('error: ')}"
-            )
-    records = [r for r in map(json.loads, open(folder / "log.jsonl")) if "val_ar" in r]
-    line = {"repetitions": int(R), "alpha": float(alpha), "seed": int(seed)}
-    line |= {k: records[-1][k] for k in ("val_ar", "val_md", "overfit")}
+def select_runs(args):
+    """Return the runs, and the columns of them, that the command line asks for."""
+    runs = read_runs(args.results)
+    if args.repetitions:
+        runs = [run for run in runs if run.repetitions in args.repetitions]
+    if args.alphas:
+        runs = [run for run in runs if run.alpha in args.alphas]
+    if not runs:
+        die(f"{args.results} has no such runs")
+
+    measured = sorted({column for run in runs for column in run.columns})
+    columns = args.target or [column for column in TITLES if column in measured]
+    for column in columns:
+        if column not in measured:
+            die(f"{args.results} has no column '{column}'{suggest(column, measured)}")
+    return runs, columns
+
+
+def group_by(runs, *fields):
+    """Return {values of these fields: the runs that have them}, sorted."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[tuple(getattr(run, field) for field in fields)].append(run)
+    return dict(sorted(groups.items()))
+
+
+# ---- run: train and evaluate a grid --------------------------------------------------------------
+def run_grid(args):
+    """Train and evaluate the runs that the results do not have yet."""
+    if not (args.repetitions and args.alphas):
+        die("which runs? Give --repetitions, such as 4,16,64, and --alphas, such as 0,1/2,1")
+    settings = " ".join([args.config, *args.train_flags])
+    known = {}
+    if args.results.exists():
+        for run in read_runs(args.results):
+            known[run.repetitions, run.alpha, run.seed] = run
+
+    missing = []  # the first columns of their lines
+    for seed, R, alpha in product(args.seeds, args.repetitions, args.alphas):
+        run = known.get((R, alpha, seed))
+        if run and run.settings not in ("", settings):
+            die(f"{args.results} has runs of '{run.settings}': choose another folder")
+        if not run or args.eval not in ("", run.eval):
+            names = {"repetitions": R, "alpha": str(alpha), "seed": seed, "settings": settings}
+            missing.append(names)
+
+    n_jobs = max(1, args.jobs)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // n_jobs)))
+    try:
+        asyncio.run(run_all(args, missing, n_jobs))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+
+
+async def run_all(args, missing, n_jobs):
+    """Run these, some at a time, and write a line for each as it ends.
+
+    When this task fails or is cancelled, asyncio.run cancels the others and waits for them.
+    """
+    loop = asyncio.get_running_loop()
+    me = asyncio.current_task()
+    signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(me.cancel))
+
+    loop.set_default_executor(ThreadPoolExecutor(n_jobs))
+    slots = asyncio.Semaphore(n_jobs)
+    tasks = [asyncio.create_task(run_one(args, line, slots)) for line in missing]
+    try:
+        for finished in tqdm(asyncio.as_completed(tasks), desc="runs", total=len(tasks)):
+            line = await finished
+            with open(args.results, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    except asyncio.CancelledError:
+        print("\nstopping; runs save first, and the same command continues them", file=sys.stderr)
+        raise
+
+
+async def run_one(args, line, slots):
+    """Train a run unless that is done, evaluate it, and return its line of the results."""
+    name = "R{repetitions}_a{alpha}_s{seed}".format(**line).replace("/", "_")
+    folder = args.results.parent / name
+    log = folder / "log.jsonl"
+    async with slots:
+        if not (log.exists() and '"done": true' in log.read_text(encoding="utf-8")):
+            flags = [f"--{name}={line[name]}" for name in ("repetitions", "alpha", "seed")]
+            flags += [f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"]
+            await call(folder, "train.py", args.config, *args.train_flags, *flags)
+        if args.eval:
+            flags = [f"--ckpt={folder}", f"--json={folder / 'eval.json'}"]
+            await call(folder, "eval.py", *shlex.split(args.eval), *flags)
+
+    records = [record for record in read_records(log) if "val_ar" in record]
+    line["overfit"] = records[-1]["overfit"]
+    for column in ("val_ar", "val_md"):
+        line[column] = records[-1][column]
+        line[f"{column}_best"] = min(record[column] for record in records)
     if args.eval:
-        # the paper's average in percent; of `heldout` alone, the log-likelihood of a right completion in nats
-        scores = {k: 100 * v for k, v in json.load(open(folder / "eval.json"))["average"].items()}
-        right = [
-            r for r in map(json.loads, open(folder / "eval.jsonl")) if r["choice"] == r["gold"]
-        ]
-        scores = scores or {
-            k: sum(r[k] for r in right) / len(right) for k in ("ar", "prefix") if k in right[0]
-        }
-        scores["prefix_minus_ar"] = scores.get("prefix", 0) - scores.get("ar", 0)
-        line |= {
-            f"score_{k}": scores[k]
-            for k in ("ar", "prefix", "prefix_minus_ar", "pll")
-            if k in scores
-        }
+        line["eval"] = args.eval
+        line |= read_scores(folder / "eval.json")
     line["curve"] = [[r["tokens"], round(r["val_ar"], 4), round(r["val_md"], 4)] for r in records]
-    with open(args.results, "a") as f:  # in one write: the whole line or nothing
-        f.write(json.dumps(line) + "\n")
+    return line
 
 
-def fit(runs, target, xs, n=65):
-    """The paper's model of a column: R^2, kernel, n heights; at each log2 R and height the mean, the chance to win."""
-    names, runs = (
-        {k for r in runs for k in r},
-        [r for r in runs if type(r.get(target)) in (int, float)],
-    )
-    if len(runs) < 5 or len({r["alpha"] for r in runs}) < 2:
-        here = f"; {len(runs)} runs have it" if target in names else suggest(target, sorted(names))
-        die(f"a fit needs 5 runs and 2 alphas with a number '{target}'{here}")
+async def call(folder, script, *flags):
+    """Run a script of this project. If the sweep is stopped, the script saves and ends too."""
+    command = [sys.executable, Path(__file__).with_name(script), *flags]
+    # In a session of its own: Ctrl-C reaches the sweep alone, which passes on one signal.
+    child = Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
+    try:
+        _, errors = await asyncio.to_thread(child.communicate)
+    except asyncio.CancelledError:
+        child.terminate()  # asyncio.run waits for the thread, and so for the end of the script
+        raise
+    if child.returncode != 0:
+        reasons = errors.splitlines() or [f"{script} was killed"]
+        raise ChildProcessError(f"{folder}: {reasons[-1].removeprefix('error: ')}")
+
+
+def read_scores(path):
+    """Return as columns what eval.py has measured: all of it, and nothing else."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    columns = {}
+    for task, modes in results["tasks"].items():
+        for mode, result in modes.items():
+            if task == "heldout":
+                paired = result.get("minus_ar", {})  # by eval.py, question by question
+                columns[f"acc_{mode}"] = percent(result["accuracy"])
+                columns[f"acc_{mode}_se"] = percent(result["stderr"])
+                columns[f"acc_{mode}_minus_ar"] = percent(paired.get("accuracy"))
+                columns[f"acc_{mode}_minus_ar_se"] = percent(paired.get("accuracy_stderr"))
+                columns[f"logp_{mode}"] = result["nats_per_token"]
+                columns[f"logp_{mode}_se"] = result["nats_per_token_stderr"]
+                columns[f"logp_{mode}_minus_ar"] = paired.get("nats_per_token")
+                columns[f"logp_{mode}_minus_ar_se"] = paired.get("nats_per_token_stderr")
+            else:
+                columns[f"{task}_{mode}"] = percent(result["accuracy"])
+                columns[f"{task}_{mode}_se"] = percent(result["stderr"])
+
+    average = results["average"]
+    for mode, score in average.items():
+        columns[f"average_{mode}"] = percent(score)
+        if mode != "ar" and "ar" in average:
+            columns[f"average_{mode}_minus_ar"] = percent(score - average["ar"])
+    return {name: value for name, value in columns.items() if value is not None}
+
+
+def percent(share):
+    return None if share is None else 100 * share
+
+
+# ---- table: means over seeds, differences between alphas -----------------------------------------
+def print_table(args):
+    """Print markdown: the mean of each cell over its seeds, and each alpha against another."""
+    runs, columns = select_runs(args)
+    for (settings,), group in group_by(runs, "settings").items():
+        cells = group_by(group, "repetitions", "alpha")
+        print(f"\n{settings}\n\nMean over seeds ± standard deviation:\n")
+        print_rows(cells, columns)
+        print(f"\nDifference from alpha = {args.against}, paired by seed, ± standard error:\n")
+        print_rows(cells, columns, args.against)
+
+
+def print_rows(cells, columns, against=None):
+    """Print a row for each cell; with `against`, of its differences from that alpha."""
+    print("| R | alpha | seeds |", " | ".join(columns), "|")
+    print("|---|---|---|" + "---|" * len(columns))
+    for (R, alpha), cell in cells.items():
+        rivals = {run.seed: run.columns for run in cells.get((R, against), [])}
+        if against is not None:
+            cell = [run for run in cell if run.seed in rivals and alpha != against]
+        if not cell:
+            continue
+        texts = []
+        for column in columns:
+            values = [run.columns.get(column, np.nan) for run in cell]
+            if against is not None:
+                values -= np.array([rivals[run.seed].get(column, np.nan) for run in cell])
+            texts.append(format_mean(column, values, error_of_mean=against is not None))
+        print(f"| {R} | {alpha} | {len(cell)} |", " | ".join(texts), "|")
+
+
+def format_mean(column, values, error_of_mean):
+    """Return the mean ± its standard error, or ± the deviation of values; one value has none."""
+    digits = 3 if column.startswith(("val_", "logp_")) else 1
+    text = f"{np.mean(values):.{digits}f}"
+    if len(values) > 1:
+        deviation = np.std(values, ddof=1)
+        if error_of_mean:
+            deviation /= len(values) ** 0.5
+        text += f" ± {deviation:.{digits}f}"
+    return text.replace("nan ± nan", "").replace("nan", "")
+
+
+# ---- fit: the paper's Gaussian process, Section 5.2 ----------------------------------------------
+def print_fit(args):
+    """Print which alpha is most likely the best for each R, and how sure that is."""
+    runs, columns = select_runs(args)
+    Rs = sorted({run.repetitions for run in runs})
+    fits = {}
+    for column in columns:
+        surface = fit_surface(runs, column, np.log2(Rs))
+        print(f"{column}: R^2 {surface.r2:.4f}, kernel {surface.kernel}")
+        print("   R   alpha      90%      alpha*R  paper's rule")
+        optimal = []
+        for R, chance in zip(Rs, surface.best):
+            # The smallest set of alphas that holds 90% of the chance, the likeliest first.
+            order = np.argsort(-chance, kind="stable")
+            n_needed = 1 + np.searchsorted(np.cumsum(chance[order]), 0.9)
+            alphas = alpha_at(surface.log_odds[order[:n_needed]])
+            best, low, high = alphas[0], alphas.min(), alphas.max()
+            rule = recommended_alpha(R)
+            print(f"{R:4}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
+            optimal.append({"repetitions": R, "alpha": best, "low": low, "high": high})
+        fits[column] = {"r2": surface.r2, "kernel": surface.kernel, "optimal": optimal}
+    if args.json:
+        write_atomically(args.json, json.dumps(fits, indent=1))
+
+
+def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
+    """Fit a column over (log2 R, log-odds of alpha); return what it says at these log2 R."""
+    # The loss of an objective that a run does not train would only bend the surface.
+    objective = column.removeprefix("val_")[:2] if is_loss(column) else ""
+    untrained_at = UNTRAINED_AT.get(objective)
+    runs = [run for run in runs if column in run.columns and run.alpha != untrained_at]
+    if len(runs) < 5 or len({run.alpha for run in runs}) < 2:
+        die(
+            f"a fit of '{column}' needs 5 runs and 2 alphas that have it; here are {len(runs)} runs"
+        )
+
     from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
-    warnings.simplefilter("ignore")  # scikit-learn names every parameter that ends at its bound
-    kernel = kernels.ConstantKernel() * kernels.Matern(
-        [1, 1], (0.2, 100), nu=1.5
-    ) + kernels.WhiteKernel(0.1, (1e-5, 1))
+    # A constant times an anisotropic Matern kernel, plus the noise of single runs.
+    kernel = kernels.ConstantKernel() * kernels.Matern([1, 1], (0.2, 100), nu=1.5)
+    kernel += kernels.WhiteKernel(0.1, (1e-5, 1))
     gp = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=8, random_state=0)
-    x, y = np.array([r["place"] for r in runs]), np.array([r[target] for r in runs])
-    center, scale, heights = (
-        x.mean(0),
-        x.std(0) + 1e-9,
-        np.linspace(x[:, 1].min(), x[:, 1].max(), n),
-    )
-    r2 = gp.fit((x - center) / scale, y).score((x - center) / scale, y)
-    kernel, gp.kernel_ = (
-        gp.kernel_,
-        gp.kernel_.k1,
-    )  # from here on the surface itself, without the noise of a run
-    points = [(np.stack((np.full(n, log_R), heights), 1) - center) / scale for log_R in xs]
-    samples = [
-        gp.sample_y(p, 4000) * (-1 if target.startswith("val") else 1) for p in points
-    ]  # joint over alpha
-    chances = np.array([np.bincount(sample.argmax(0), minlength=n) / 4000 for sample in samples])
-    return r2, kernel, heights, np.array([gp.predict(p) for p in points]), chances
+
+    places = np.array([(np.log2(run.repetitions), log_odds(run.alpha)) for run in runs])
+    values = np.array([run.columns[column] for run in runs])
+    center = places.mean(axis=0)
+    scale = places.std(axis=0) + 1e-9
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn names every parameter that ends at its bound
+        gp.fit((places - center) / scale, values)
+    r2 = gp.score((places - center) / scale, values)
+    kernel = gp.kernel_
+    gp.kernel_ = kernel.k1  # from here on the surface itself, without the noise of a run
+
+    heights = np.linspace(places[:, 1].min(), places[:, 1].max(), n_alphas)
+    mean, best, positive = [], [], []
+    for x in log_R:
+        points = np.stack((np.full(n_alphas, x), heights), axis=1)
+        points = (points - center) / scale
+        samples = gp.sample_y(points, n_samples)  # (alphas, samples): each is a curve over alpha
+        winners = samples.argmin(axis=0) if is_loss(column) else samples.argmax(axis=0)
+        mean.append(gp.predict(points))
+        best.append(np.bincount(winners, minlength=n_alphas) / n_samples)
+        positive.append((samples > 0).mean(axis=1))
+    return Surface(r2, str(kernel), heights, np.array(mean), np.array(best), np.array(positive))
 
 
-def plot(runs, targets, out):
-    """PNGs: a map of each target, crosses overfitted; held-out losses over training, low alpha blue, high alpha red."""
-    from matplotlib import colormaps, figure
+# ---- plot: losses over training ------------------------------------------------------------------
+def draw_figures(args):
+    """Draw the maps and the curves of a results file, or the curves of one run's log."""
+    folder = args.out or args.results.parent
+    records = read_records(args.results)
+    if records and "step" in records[0]:
+        title = args.results.resolve().parent.name
+        save_page(draw_lines(title, lines_of_log(records)), folder / "curves.png")
+        return
 
-    Rs, alphas = (sorted({r[k] for r in runs}) for k in ("repetitions", "alpha"))
-    ticks = np.log2(np.array(Rs, float))
-    for target in targets if len(Rs) > 1 else []:
-        page, xs = (
-            figure.Figure((10, 4), layout="constrained"),
-            np.linspace(ticks[0], ticks[-1], 33),
-        )
-        r2, _, heights, mean, chance = fit(runs, target, xs)
-        colors = "viridis_r" if target.startswith("val") else "viridis"
-        for ax, z, colors, label in zip(
-            page.subplots(1, 2),
-            (mean, chance),
-            (colors, "Greys"),
-            (f"{target} (R² {r2:.3f})", f"chance of the best alpha, by {target}"),
-        ):
-            page.colorbar(ax.contourf(xs, heights, z.T, 20, cmap=colors), ax=ax, label=label)
-            ax.set(
-                xticks=ticks,
-                xticklabels=Rs,
-                yticks=height(alphas),
-                yticklabels=alphas,
-                xlabel="repetitions R",
-                ylabel="alpha, the share of AR",
-            )
-            for r in runs:
-                ax.plot(*r["place"], "kx" if r.get("overfit") else "ko", mfc="none", clip_on=False)
-        page.savefig(out / f"map_{target}.png", dpi=80)
-    axes = (page := figure.Figure((9, 1 + 2.5 * len(Rs)), layout="constrained")).subplots(
-        len(Rs), 2, squeeze=False
-    )
-    for r, (i, name) in product(sorted(runs, key=lambda r: r["alpha"]), enumerate(("AR", "MD"))):
-        ax, curve = axes[Rs.index(r["repetitions"]), i], np.array(r.get("curve", []))[1:]
-        if len(curve) and r["alpha"] != i:  # an objective that was not trained is not shown
-            label, color = f"alpha {r['alpha']}", colormaps["turbo"](r["place"][1] / 14 + 0.5)
-            label = None if label in ax.get_legend_handles_labels()[1] else label  # of another seed
-            ax.plot(curve[:, 0] / 1e6, curve[:, 1 + i], color=color, label=label)
-            ax.set(
-                title=f"R = {r['repetitions']}",
-                xlabel="million tokens",
-                ylabel=f"held-out {name} loss, nats/token",
-            )
-            ax.legend()
-    page.savefig(out / "curves.png", dpi=70)
+    runs, columns = select_runs(args)
+    for (R,), group in group_by(runs, "repetitions").items():
+        lines = lines_of_runs(group)
+        if lines:
+            save_page(draw_lines(f"R = {R}", lines), folder / f"curves_R{R}.png")
+    if len({run.repetitions for run in runs}) > 1:
+        save_page(draw_maps(runs, columns), folder / "map.png")
+
+
+def save_page(page, path):
+    """Write a PNG under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    page.savefig(temporary, dpi=160, format="png")
+    temporary.replace(path)
+    print(path)
+
+
+def color_of(alpha):
+    """Return the colour of an alpha, as in the paper's Figure 1: MD red, AR blue, both purple."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    scale = LinearSegmentedColormap.from_list("alpha", ["#d62728", "#8e44ad", "#1f5fd6"])
+    return scale(0.5 + log_odds(alpha) / (2 * log_odds(1)))
+
+
+def lines_of_log(records):
+    """Return the training and held-out losses of one run."""
+    lines = []
+    for objective, alpha in (("ar", 1), ("md", 0)):
+        for kind, label, style in (("train", "training", ":"), ("val", "held-out", "-")):
+            column = f"{kind}_{objective}"
+            curve = [(r["tokens"], r[column]) for r in records if r["step"] > 0 and column in r]
+            if curve:
+                lines.append(Line(objective, label, color_of(alpha), style, [np.array(curve)]))
+    return lines
+
+
+def lines_of_runs(runs):
+    """Return the held-out losses of each alpha, for the objectives that it trains."""
+    lines = []
+    for (alpha,), group in group_by(runs, "alpha").items():
+        label = {0: "MD alone", 1: "AR alone"}.get(alpha, f"α = {alpha}")
+        for objective, index in (("ar", 1), ("md", 2)):
+            # without the first validation, before any training
+            curves = [np.array(run.curve)[1:, [0, index]] for run in group if len(run.curve) > 1]
+            if curves and alpha != UNTRAINED_AT[objective]:
+                lines.append(Line(objective, label, color_of(alpha), "-", curves))
+    return lines
+
+
+def draw_lines(title, lines):
+    """Draw losses over training, one panel for each objective, every line named at its end."""
+    from matplotlib.figure import Figure
+
+    page = Figure((8, 3.6), layout="constrained")
+    page.suptitle(title)
+    for objective, ax in zip(("ar", "md"), page.subplots(1, 2)):
+        ends = []
+        top = -np.inf
+        for line in lines:
+            if line.objective != objective:
+                continue
+            length = min(len(curve) for curve in line.curves)
+            mean = np.mean([curve[:length] for curve in line.curves], axis=0)
+            ax.plot(mean[:, 0] / 1e6, mean[:, 1], line.style, color=line.color, lw=1.8)
+            if len(line.curves) > 1:
+                for curve in line.curves:
+                    ax.plot(curve[:, 0] / 1e6, curve[:, 1], color=line.color, lw=0.6, alpha=0.6)
+            top = max(top, mean[length // 8 :, 1].max())  # the first descent may leave the panel
+            ends.append((*mean[-1], line))
+        ax.set(xlabel="million tokens", title=f"{objective.upper()} loss, nats per token")
+        ax.spines[["top", "right"]].set_visible(False)
+        if ends:
+            low = ax.get_ylim()[0]
+            ax.set_ylim(low, top + 0.05 * (top - low))
+            label_ends(ax, ends)
+    return page
+
+
+def label_ends(ax, ends):
+    """Write the labels to the right of the panel: at the ends of their lines, or above others."""
+    low, high = ax.get_ylim()
+    height = -1
+    for tokens, loss, line in sorted(ends, key=lambda end: end[1]):
+        height = max((loss - low) / (high - low), height + 0.065)
+        style = {"arrowstyle": "-", "color": line.color, "lw": 0.6, "relpos": (0, 0.5)}
+        text = ax.annotate(line.label, (tokens / 1e6, loss), (1.08, height), arrowprops=style)
+        text.set(anncoords="axes fraction", color=line.color, va="center")
+
+
+# ---- plot: maps over R and alpha -----------------------------------------------------------------
+def draw_maps(runs, columns):
+    """Draw columns over R and alpha, as in the paper's Figures 4 and 5, three side by side.
+
+    Crosses are overfitted runs, circles all others.
+    """
+    from matplotlib.figure import Figure
+
+    cells = group_by(runs, "repetitions", "alpha")
+    Rs = sorted({R for R, _ in cells})
+    alphas = sorted({alpha for _, alpha in cells})
+    log_R = np.linspace(np.log2(Rs[0]), np.log2(Rs[-1]), num=33)
+
+    n_bands = -(-len(columns) // 3)
+    page = Figure((10.5, 6 * n_bands), layout="constrained")
+    panels = page.subplots(2 * n_bands, 3, squeeze=False)
+    for ax in panels.flat[:]:
+        ax.set_axis_off()
+    for i, column in enumerate(columns):
+        band, place = divmod(i, 3)
+        upper, lower = panels[2 * band : 2 * band + 2, place]
+        surface = fit_surface(runs, column, log_R)
+        draw_mean(upper, column, log_R, surface)
+        draw_chance(lower, column, log_R, surface)
+        for ax in (upper, lower):
+            ax.set_axis_on()
+            ax.set_xticks(np.log2(Rs), Rs)
+            ax.set_yticks([log_odds(alpha) for alpha in alphas], alphas)
+            ax.set_ylim(log_odds(alphas[0]), log_odds(alphas[-1]))
+            for (R, alpha), cell in cells.items():
+                overfitted = np.mean([run.overfit for run in cell]) >= 0.5
+                marker = "kx" if overfitted else "ko"
+                ax.plot(np.log2(R), log_odds(alpha), marker, mfc="none", ms=4, clip_on=False)
+        lower.set_xlabel("repetitions R")
+    return page
+
+
+def draw_mean(ax, column, log_R, surface):
+    """Draw the fitted surface; bright is good, and of a difference, red is positive."""
+    from matplotlib.colors import CenteredNorm
+
+    norm = None
+    colors = "viridis_r" if is_loss(column) else "viridis"
+    if "_minus_" in column:
+        norm = CenteredNorm()
+        colors = "RdBu_r"
+    place = (log_R, surface.log_odds, surface.mean.T)
+    filled = ax.contourf(*place, levels=14, alpha=0.8, cmap=colors, norm=norm)
+    lines = ax.contour(*place, levels=filled.levels[::2], colors="k", linewidths=0.4)
+    ax.clabel(lines, fontsize=8)
+    ax.set_title(f"{TITLES.get(column, column)}  (R² {surface.r2:.2f})", fontsize=11)
+
+
+def draw_chance(ax, column, log_R, surface):
+    """Draw where the best alpha lies for each R; of a difference, where it is positive."""
+    chance = surface.positive
+    title = "chance that it is positive"
+    if "_minus_" not in column:
+        chance = surface.best / surface.best.max(axis=1, keepdims=True)
+        title = "best α, and min(63/64, 16/R)"
+        ax.plot(log_R, log_odds(recommended_alpha(2**log_R)), "k--", lw=1.2)
+    levels = np.linspace(0, 1, 11)
+    ax.contourf(log_R, surface.log_odds, chance.T, levels=levels, cmap="Purples")
+    ax.set_title(title, fontsize=11)
+
+
+# ---- the command line ----------------------------------------------------------------------------
+def list_of(kind):
+    """Return a function that reads values of this kind, with commas between them."""
+
+    def read(text):
+        try:
+            return [kind(part) for part in text.split(",")]
+        except (ValueError, ZeroDivisionError) as error:
+            die(f"'{text}' should be numbers with commas between them: {error}")
+
+    return read
+
+
+def main():
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    commands = parser.add_subparsers(required=True, metavar="run | table | fit | plot")
+
+    grid = argparse.ArgumentParser(add_help=False)  # flags of every command
+    add = grid.add_argument
+    add("--results", type=Path, default="out/sweep/results.jsonl", help="a line for each run")
+    add("--repetitions", type=list_of(int), help="such as 4,16,64")
+    add("--alphas", type=list_of(Fraction), help="such as 0,1/2,63/64,1")
+    target = argparse.ArgumentParser(add_help=False, parents=[grid])
+    target.add_argument("--target", type=list_of(str), help="columns, such as val_ar,acc_pll")
+
+    run = commands.add_parser("run", parents=[grid], help="train and evaluate a grid")
+    run.set_defaults(function=run_grid)
+    run.add_argument("--config", required=True, help="config file of all runs")
+    run.add_argument("--seeds", type=list_of(int), default=[1], help="such as 1,2,3 (1)")
+    run.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
+    run.add_argument("--eval", default="", help='flags for eval.py, such as "--tasks heldout"')
+    run.add_argument("train_flags", nargs="*", metavar="-- --key=value", help="for train.py")
+
+    table = commands.add_parser("table", parents=[target], help="compare over seeds, in markdown")
+    table.set_defaults(function=print_table)
+    table.add_argument("--against", type=Fraction, default=1, help="alpha to compare with (1)")
+
+    fit = commands.add_parser("fit", parents=[target], help="find the best alpha for each R")
+    fit.set_defaults(function=print_fit)
+    fit.add_argument("--json", help="also write all fits to this file")
+
+    plot = commands.add_parser("plot", parents=[target], help="draw maps and curves")
+    plot.set_defaults(function=draw_figures)
+    plot.add_argument("--out", type=Path, help="folder for the figures (that of the results)")
+
+    args = parser.parse_args()
+    args.function(args)
 
 
 if __name__ == "__main__":
-    args, others = flags(
-        __doc__,
-        True,
-        results=Path("out/sweep/results.jsonl"),
-        repetitions="8,16,32,64",
-        alphas="0,1/8,1/2,7/8,1",
-        seeds="1",
-        jobs=1,
-        config="config/tiny.py",
-        eval="",
-        target="val_ar,val_md",
-        out="assets",
-        json=os.devnull,
-    )
-    (command, *settings), runs = others or [""], read(args.results)
-    if command not in ("run", "fit", "plot"):
-        die(f"no command '{command}'{suggest(command, ['run', 'fit', 'plot'])}")
-    if command == "run":
-        try:
-            grid = [
-                *product(
-                    *(
-                        map(Fraction, text.split(","))
-                        for text in (args.repetitions, args.alphas, args.seeds)
-                    )
-                )
-            ]
-        except (ValueError, ZeroDivisionError) as error:
-            die(
-                f"--repetitions, --alphas and --seeds take numbers with commas between them: {error}"
-            )
-        todo = [
-            run
-            for run in grid
-            if run not in {(r["repetitions"], r["alpha"], r.get("seed")) for r in runs}
-        ]
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // max(1, args.jobs))))
-        with concurrent.futures.ThreadPoolExecutor(
-            max(1, args.jobs)
-        ) as pool:  # a failure or Ctrl-C cancels the rest
-            list(tqdm(pool.map(lambda run: train(args, settings, *run), todo), "runs", len(todo)))
-    elif settings or not runs:
-        die(f"{command} has no flag {settings[0]}" if settings else f"no runs in {args.results}")
-    elif command == "plot":
-        os.makedirs(args.out, exist_ok=True)
-        plot(runs, args.target.split(","), Path(args.out))
-    for target in args.target.split(",") if command == "fit" else []:
-        Rs = sorted({float(r["repetitions"]) for r in runs})
-        r2, kernel, heights, _, chances = fit(runs, target, np.log2(Rs))
-        print(
-            f"{target}: R^2 {r2:.4f}, kernel {kernel}\n   R   alpha      90%      alpha*R  paper's rule"
-        )
-        report = {"target": target, "r2": r2, "kernel": str(kernel), "optimal": []}
-        for R, chance in zip(Rs, chances):
-            order = np.argsort(
-                -chance, kind="stable"
-            )  # the smallest set of alphas that holds 90%, the likeliest first
-            odds = 2 ** heights[order[: 1 + np.searchsorted(np.cumsum(chance[order]), 0.9)]]
-            a = (odds * 65 / 64 - 1 / 64) / (1 + odds)
-            report["optimal"].append(
-                {"repetitions": R, "alpha": a[0], "low": a.min(), "high": a.max()}
-            )
-            print(
-                f"{R:4g}   {a[0]:.3f}  {a.min():.3f}-{a.max():.3f} {R * a[0]:8.1f}   {min(63 / 64, 16 / R):.3f}"
-            )
-        Path(args.json).write_text(json.dumps(report, indent=1))
+    main()

@@ -1,206 +1,541 @@
-"""sweep.py: the Gaussian process finds a known optimum, a grid is trained once, and bad input ends in one line."""
-import fcntl
+"""sweep.py: what was measured is written, known optima are found, figures show what they say."""
+
+import asyncio
 import json
 import os
-import runpy
+import signal
 import subprocess
 import sys
 import time
 from fractions import Fraction
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import sweep
-from conftest import flags, run
+from conftest import flags, read_log, run
 
-GRID = [(R, alpha) for R in (8, 16, 32, 64) for alpha in ("0", "1/8", "1/4", "1/2", "3/4", "7/8", "1")]
+ALPHAS = ["0", "1/8", "1/4", "1/2", "3/4", "7/8", "1"]
 
 
-def best(R):
-    """The optimum of the made-up surfaces falls from 0.91 at R = 8 to 0.25 at R = 64."""
+def best_log_odds(R):
+    """Return the optimum of the made-up surface: it falls from 0.91 at R = 8 to 0.25 at R = 64."""
     return 3.2 - 1.6 * np.log2(R / 8)
 
 
-def write_results(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def made_up_records(noise=0.01, seeds=(1,)):
+    """Return lines of results whose val_ar is a parabola around the best log-odds."""
+    rng = np.random.default_rng(0)
+    records = []
+    for seed in seeds:
+        for R in (8, 16, 32, 64):
+            for alpha in ALPHAS:
+                share = float(Fraction(alpha))
+                distance = np.log2((share + 1 / 64) / (1 - share + 1 / 64)) - best_log_odds(R)
+                loss = float(4 + 0.05 * distance**2 + noise * rng.normal())
+                record = {"repetitions": R, "alpha": alpha, "seed": seed}
+                record |= {"val_ar": loss, "val_md": 5.0, "acc_ar": 50 - 3 * loss}
+                record["overfit"] = R * share > 40
+                record["curve"] = [[0, 7, 7], [1_000_000, 5, 6], [2_000_000, loss, 5]]
+                records.append(record)
+    return records
 
 
-def surface(noise=0.01, seed=0):
-    rng = np.random.default_rng(seed)
-    for R, alpha in GRID:
-        number = float(Fraction(alpha))
-        odds = (number + 1 / 64) / (1 - number + 1 / 64)
-        loss = float(4 + 0.05 * (np.log2(odds) - best(R)) ** 2 + noise * rng.normal())
-        yield {"repetitions": R, "alpha": alpha, "seed": 1, "val_ar": loss, "score_ar": 50 - 3 * loss,
-               "overfit": R * number > 40}
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def results(tmp_path):
+    return write_lines(tmp_path / "results.jsonl", made_up_records())
 
 
 @pytest.fixture
 def call(monkeypatch):
-    """sweep.py with these arguments, in this process."""
-    def call(*argv):
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *argv])
-        runpy.run_path(sweep.__file__, run_name="__main__")
+    """Return a function that calls sweep.py with these arguments, in this process."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, arguments)])
+        sweep.main()
+
     return call
 
 
-@pytest.mark.parametrize("target", ["val_ar", "score_ar"])
-def test_the_optimum_of_a_known_surface_is_in_the_interval(tmp_path, target, call, capsys):
-    """A loss is minimised, a score maximised; what is found is the optimum that was put in, with an honest interval."""
-    results = write_results(tmp_path / "r.jsonl", surface())
-    call("fit", "--results", results, "--target", target, "--json", str(tmp_path / "fit.json"))
-    report = json.loads((tmp_path / "fit.json").read_text())
-    assert report["r2"] > 0.99 and "Matern" in report["kernel"] and "paper's rule" in capsys.readouterr().out
-    assert [o["repetitions"] for o in report["optimal"]] == [8, 16, 32, 64]
-    for o in report["optimal"]:
-        odds = 2 ** best(o["repetitions"])
-        true = (odds * 65 / 64 - 1 / 64) / (1 + odds)
-        assert o["low"] <= o["alpha"] <= o["high"] and o["high"] - o["low"] < 0.5
-        assert o["low"] - 0.02 <= true <= o["high"] + 0.02, (o, true)  # the grid of alphas is 0.2 wide in log-odds
+# ---- results files -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "written, alpha",
+    [
+        ("63/64", Fraction(63, 64)),
+        ("8191/8192", Fraction(8191, 8192)),
+        (0.875, Fraction(7, 8)),
+        ("0.9999", Fraction(9999, 10000)),
+        (1, Fraction(1)),
+    ],
+)
+def test_fractions_are_exact_and_numbers_are_read(tmp_path, written, alpha):
+    path = write_lines(tmp_path / "r.jsonl", [{"repetitions": 8, "alpha": written}])
+    assert sweep.read_runs(path)[0].alpha == alpha
 
 
-def test_the_interval_is_of_the_surface_not_of_a_run():
-    """The noise of single runs widens the interval only as far as it leaves the surface itself uncertain."""
-    rows = [r for seed in range(6) for r in surface(noise=0.4, seed=seed)]
-    for r in rows:
-        r["place"] = np.log2(r["repetitions"]), sweep.height(Fraction(r["alpha"]))
-    r2, kernel, heights, mean, chance = sweep.fit(rows, "val_ar", [3, 6])
-    assert 0.05 < kernel.k2.noise_level < 1 and r2 < 0.99
-    np.testing.assert_allclose(chance.sum(1), 1)
-    for R, c, limit in zip((8, 64), chance, (1.3, 1.05)):  # with the noise of a run in the samples: 1.45 and 1.31
-        middle = (c * heights).sum()
-        assert abs(middle - best(R)) < 0.8 and np.sqrt((c * (heights - middle) ** 2).sum()) < limit
+def test_a_run_that_was_measured_again_has_its_last_line(tmp_path):
+    first = {"repetitions": 8, "alpha": "1/2", "seed": 1, "val_ar": 4.0}
+    other_seed = first | {"seed": 2}
+    other_settings = first | {"settings": "c.py --weight_decay=1.0"}
+    again = first | {"val_ar": 4.0, "acc_ar": 30.0}
+    path = write_lines(tmp_path / "r.jsonl", [first, other_seed, other_settings, again])
+    runs = sweep.read_runs(path)
+    assert len(runs) == 3
+    assert runs[0].columns == {"val_ar": 4.0, "acc_ar": 30.0}
 
 
-def test_heights_are_the_log_odds_and_finite():
-    """Symmetric, increasing, one step for a halving in the middle of the range, finite at the ends."""
-    h = sweep.height([0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1])
-    np.testing.assert_allclose(h, -h[::-1], atol=1e-12)
-    assert (np.diff(h) > 0).all() and 6 < h[-1] < 6.1
-    assert 0.9 < sweep.height(1 / 8) - sweep.height(1 / 16) < 1.2
+def test_lines_without_seeds_are_different_runs(tmp_path):
+    record = {"repetitions": 8, "alpha": 0.5, "val_ar": 4.0}
+    assert len(sweep.read_runs(write_lines(tmp_path / "r.jsonl", [record, record]))) == 2
 
 
-def test_the_figures_are_drawn(tmp_path, call):
-    """A map of each target and the curves, as PNG of less than 150 kB, from results written by hand."""
-    rows = [r | {"curve": [[0, 7, 7], [1000, 5, 5], [2000, r["val_ar"], 5]]} for r in surface()]
-    results = write_results(tmp_path / "r.jsonl", rows)
-    call("plot", "--results", results, "--out", str(tmp_path / "png"), "--target", "val_ar")
-    for name in ("map_val_ar.png", "curves.png"):
-        data = (tmp_path / "png" / name).read_bytes()
-        assert data.startswith(b"\x89PNG") and 5_000 < len(data) < 150_000
-
-
-def test_a_grid_is_trained_once(corpus, tmp_path):
-    """A run is trained, evaluated and written down; the same command, with one more alpha, trains only that one."""
-    settings = [f for f in flags(data_dir=corpus / "data/tiny") if not f.startswith(("--alpha", "--repetitions"))]
-    (tmp_path / "c.py").write_text("")
-    command = ["sweep.py", "run", "--config", "c.py", "--results", "out/r.jsonl", "--repetitions", "2", *settings]
-    run(*command, "--alphas", "1/2", "--eval", "--tasks heldout --modes ar,prefix --limit 8", cwd=tmp_path)
-    first = (tmp_path / "out/r.jsonl").read_text()
-    record = json.loads(first)
-    log = [json.loads(line) for line in open(tmp_path / "out/R2_a1_2_s1/log.jsonl")]
-    assert all(record[k] == log[-1][k] for k in ("val_ar", "val_md", "overfit"))
-    assert (record["repetitions"], record["alpha"], record["seed"]) == (2, 0.5, 1) and record["score_ar"] < 0
-    assert record["score_prefix_minus_ar"] == record["score_prefix"] - record["score_ar"]
-    assert len(record["curve"]) == 4 and record["curve"][-1][0] == log[-1]["tokens"]
-    output = run(*command, "--alphas", "0,1/2", cwd=tmp_path)
-    second = (tmp_path / "out/r.jsonl").read_text()
-    assert second.startswith(first) and json.loads(second[len(first):])["alpha"] == 0 and "1/1" in output
-
-
-def test_what_was_interrupted_is_resumed(tmp_path, monkeypatch):
-    """Where a checkpoint lies train.py is told to go on from it, elsewhere to start; a failure names run and reason."""
-    calls, code = [], 0
-
-    def fake(command, **_):
-        calls.append([str(part) for part in command])
-        folder = tmp_path / "R4_a1_3_s7"
-        folder.mkdir(exist_ok=True)
-        (folder / "log.jsonl").write_text(json.dumps(dict(step=1, tokens=9, val_ar=2, val_md=3, overfit=False)) + "\n")
-        return SimpleNamespace(returncode=code, stderr="a line\nerror: no such thing\n")
-    monkeypatch.setattr(subprocess, "run", fake)
-    args = SimpleNamespace(results=tmp_path / "r.jsonl", config="c.py", eval="")
-    sweep.train(args, ["--max_steps=3"], 4, Fraction(1, 3), 7)
-    (tmp_path / "R4_a1_3_s7/ckpt.pt").touch()
-    sweep.train(args, ["--max_steps=3"], 4, Fraction(1, 3), 7)
-    for command, resume in zip(calls, (False, True)):
-        assert command[2:5] == ["c.py", "--max_steps=3", "--repetitions=4"] and f"--resume={resume}" in command
-    assert {"--alpha=1/3", "--seed=7"} <= set(calls[0])
-    assert sweep.read(tmp_path / "r.jsonl")[0]["alpha"] == Fraction(1, 3)
-    code = 1
-    with pytest.raises(OSError, match="R4_a1_3_s7: no such thing"):  # configurator.py turns it into the one line
-        sweep.train(args, [], 4, Fraction(1, 3), 7)
-
-
-def test_no_run_outlives_its_sweep(corpus, tmp_path):
-    """Nobody reads what train.py prints any more: it ends at its next line, and the lock of its folder is free."""
-    settings = [f for f in flags(data_dir=corpus / "data/tiny", max_steps=10 ** 5, repetitions=10 ** 5, eval_interval=0,
-                                 save_interval=0) if not f.startswith(("--alpha", "--repetitions"))]
-    (tmp_path / "c.py").write_text("")
-    command = ["run", "--config", "c.py", "--results", "r.jsonl", "--repetitions", str(10 ** 5), "--alphas", "1/2", *settings]
-    process = subprocess.Popen([sys.executable, sweep.__file__, *command], cwd=tmp_path, stderr=subprocess.DEVNULL)
-    log = tmp_path / f"R{10 ** 5}_a1_2_s1/log.jsonl"
-
-    def wait(condition):
-        for _ in range(600):
-            if condition():
-                return
-            time.sleep(0.1)
-        raise TimeoutError
-
-    def is_free():
-        try:
-            with open(log.parent / ".lock") as lock:
-                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) is None
-        except BlockingIOError:
-            return False
-    wait(lambda: log.exists() and log.stat().st_size)
-    assert not is_free()
-    process.terminate()
-    process.wait()
-    wait(is_free)
-
-
-ROW = {"repetitions": 8, "alpha": "1/2", "val_ar": 4.0}
-BAD = {
-    "not JSON": (["{"], [], "line 1"),
-    "not an object": (["3"], [], "line 1"),
-    "no alpha": ([json.dumps(ROW), json.dumps({"repetitions": 8, "val_ar": 1.0})], [], "line 2"),
-    "alpha of 2": ([json.dumps(ROW | {"alpha": 2})], [], "alpha"),
-    "alpha of 1/0": ([json.dumps(ROW | {"alpha": "1/0"})], [], "line 1"),
-    "empty": ([], [], "no runs"),
-    "too few": ([json.dumps(ROW), json.dumps(ROW | {"alpha": 1})], [], "5 runs"),
-    "one alpha": ([json.dumps(ROW | {"repetitions": R}) for R in range(1, 9)], [], "2 alphas"),
-    "no target": ([json.dumps(ROW | {"alpha": a / 8}) for a in range(9)], ["--target", "val_arr"], "mean 'val_ar'"),
-    "no number": ([json.dumps(ROW | {"alpha": a / 8, "val_ar": "x"}) for a in range(9)], [], "val_ar"),
-    "unknown flag": ([json.dumps(ROW)], ["--targets=val_ar"], "--targets"),
+RECORD = {"repetitions": 8, "alpha": "1/2", "val_ar": 4.0}
+BAD_RESULTS = {
+    "not JSON": (["{"], "line 1"),
+    "not an object": (["3"], "line 1"),
+    "no alpha": ([json.dumps(RECORD), '{"repetitions": 8}'], "line 2"),
+    "half a repetition": ([json.dumps(RECORD | {"repetitions": 0.5})], "line 1"),
+    "no repetitions": ([json.dumps(RECORD | {"repetitions": 0})], "repetitions"),
+    "alpha of 2": ([json.dumps(RECORD | {"alpha": 2})], "alpha"),
+    "alpha of 1/0": ([json.dumps(RECORD | {"alpha": "1/0"})], "line 1"),
+    "empty": ([], "no such runs"),
+    "too few": ([json.dumps(RECORD), json.dumps(RECORD | {"alpha": 1})], "5 runs"),
+    "one alpha": ([json.dumps(RECORD | {"repetitions": R}) for R in range(1, 9)], "2 alphas"),
+    "text": ([json.dumps(RECORD | {"alpha": a / 8, "val_ar": "x"}) for a in range(9)], "val_ar"),
+    "a typo": ([json.dumps(RECORD | {"val_arr": 1.0, "val_ar": "x"})], "mean 'val_arr'"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_results_end_in_one_line(tmp_path, case, call):
-    """A fit of these is refused in one line that names what is wrong."""
-    lines, more, words = BAD[case]
-    (tmp_path / "r.jsonl").write_text("".join(line + "\n" for line in lines))
+@pytest.mark.parametrize("case", BAD_RESULTS)
+def test_bad_results_end_in_one_line(tmp_path, call, case):
+    lines, words = BAD_RESULTS[case]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
     with pytest.raises(SystemExit) as error:
-        call("fit", "--results", str(tmp_path / "r.jsonl"), "--target", "val_ar", *more)
-    assert error.value.code.startswith("error: ") and "\n" not in error.value.code and words in error.value.code
+        call("fit", "--results", path, "--target", "val_ar")
+    message = error.value.code
+    assert message.startswith("error: ") and "\n" not in message and words in message
 
 
-@pytest.mark.parametrize("flag", ["--alphas=1/0", "--seeds=x", "--repetitions=8,"])
+# ---- run -----------------------------------------------------------------------------------------
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Replace the scripts: train.py writes a log, eval.py a result; return the list of calls."""
+    calls = []
+
+    async def fake_call(folder, script, *arguments):
+        calls.append([script, *map(str, arguments)])
+        await asyncio.sleep(0)
+        folder.mkdir(parents=True, exist_ok=True)
+        if script == "train.py":
+            first = {"step": 0, "tokens": 0, "val_ar": 5.7, "val_md": 5.8}
+            middle = {"step": 1, "tokens": 9, "val_ar": 2.0, "val_md": 3.5}
+            last = {"step": 2, "tokens": 18, "val_ar": 2.5, "val_md": 3.0}
+            last |= {"done": True, "overfit": True}
+            write_lines(folder / "log.jsonl", [first, middle, last])
+        else:
+            (folder / "eval.json").write_text(json.dumps(eval_report(["ar"])))
+
+    monkeypatch.setattr(sweep, "call", fake_call)
+    return calls
+
+
+def eval_report(modes, tasks=("heldout",)):
+    """Return what eval.py --json writes."""
+    report = {"tasks": {}, "average": {}}
+    for task in tasks:
+        row = report["tasks"][task] = {}
+        for mode in modes:
+            row[mode] = {"accuracy": 0.5, "stderr": 0.02, "normalized": 1 / 3, "n": 100}
+            if task == "heldout":
+                row[mode] |= {"nats_per_token": -1.5, "nats_per_token_stderr": 0.03}
+                if mode != "ar" and "ar" in modes:
+                    row[mode]["minus_ar"] = {
+                        "accuracy": 0.01,
+                        "accuracy_stderr": 0.005,
+                        "nats_per_token": 0.002,
+                        "nats_per_token_stderr": None,
+                    }
+            else:
+                report["average"][mode] = {"ar": 0.25, "prefix": 0.26}.get(mode, 0.2)
+    return report
+
+
+GRID = ["run", "--config", "c.py", "--repetitions", 4, "--alphas", "1/3", "--seeds", 7]
+
+
+def test_a_line_holds_what_was_measured(tmp_path, call, trained):
+    path = tmp_path / "out/r.jsonl"
+    call(*GRID, "--results", path, "--eval", "--tasks heldout", "--", "--max_steps=2")
+    line = json.loads(path.read_text())
+    curve = line.pop("curve")
+    assert curve == [[0, 5.7, 5.8], [9, 2.0, 3.5], [18, 2.5, 3.0]]
+    assert line == {
+        "repetitions": 4,
+        "alpha": "1/3",
+        "seed": 7,
+        "settings": "c.py --max_steps=2",
+        "eval": "--tasks heldout",
+        "overfit": True,
+        "val_ar": 2.5,
+        "val_ar_best": 2.0,
+        "val_md": 3.0,
+        "val_md_best": 3.0,
+        "acc_ar": 50.0,
+        "acc_ar_se": 2.0,
+        "logp_ar": -1.5,
+        "logp_ar_se": 0.03,
+    }
+
+
+def test_scripts_are_told_what_to_do(tmp_path, call, trained):
+    folder = tmp_path / "R4_a1_3_s7"
+    call(*GRID, "--results", tmp_path / "r.jsonl", "--eval", "--limit 8", "--", "--max_steps=2")
+    train, evaluate = trained
+    assert train[:3] == ["train.py", "c.py", "--max_steps=2"]
+    assert {"--repetitions=4", "--alpha=1/3", "--seed=7", f"--out_dir={folder}"} < set(train)
+    assert "--resume=False" in train
+    assert evaluate == ["eval.py", "--limit", "8", f"--ckpt={folder}", f"--json={folder}/eval.json"]
+
+
+def test_a_checkpoint_is_resumed(tmp_path, call, trained):
+    folder = tmp_path / "R4_a1_3_s7"
+    folder.mkdir()
+    (folder / "ckpt.pt").touch()
+    write_lines(folder / "log.jsonl", [{"step": 0, "tokens": 0, "val_ar": 5.7, "val_md": 5.8}])
+    call(*GRID, "--results", tmp_path / "r.jsonl")
+    assert "--resume=True" in trained[0]
+
+
+def test_finished_runs_are_only_evaluated(tmp_path, call, trained):
+    """Runs of another sweep are adopted; a line is written again only for a new evaluation."""
+    path = tmp_path / "r.jsonl"
+    call(*GRID, "--results", path)
+    path.unlink()
+    call(*GRID, "--results", path)
+    assert [script for script, *_ in trained] == ["train.py"]
+    for _ in range(2):
+        call(*GRID, "--results", path, "--eval", "--limit 8")
+    assert [script for script, *_ in trained] == ["train.py", "eval.py"]
+    assert sweep.read_runs(path)[0].columns["acc_ar"] == 50.0
+
+
+def test_only_what_is_missing_is_trained(tmp_path, call, trained):
+    path = tmp_path / "r.jsonl"
+    call(*GRID, "--results", path)
+    call(*GRID, "--results", path, "--alphas", "0,1/3,1", "--jobs", 2)
+    assert len(trained) == 3
+    alphas = {run.alpha for run in sweep.read_runs(path)}
+    assert alphas == {0, Fraction(1, 3), 1}
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, call, trained):
+    call(*GRID, "--results", tmp_path / "r.jsonl")
+    with pytest.raises(SystemExit, match="^error: .*runs of 'c.py'.*another folder"):
+        call(*GRID, "--results", tmp_path / "r.jsonl", "--", "--weight_decay=1.0")
+
+
+@pytest.mark.parametrize(
+    "modes, tasks, present, absent",
+    [
+        (["ar"], ["heldout"], "acc_ar logp_ar_se", "acc_prefix acc_prefix_minus_ar average_ar"),
+        (["prefix"], ["heldout"], "acc_prefix logp_prefix", "acc_ar acc_prefix_minus_ar"),
+        (["pll1"], ["heldout"], "acc_pll1 logp_pll1", "acc_pll acc_pll1_minus_ar"),
+        (
+            ["ar", "prefix", "pll1", "pll6", "pll"],
+            ["heldout"],
+            "acc_pll1 acc_pll6 acc_pll logp_pll6 acc_prefix_minus_ar acc_prefix_minus_ar_se "
+            "logp_prefix_minus_ar acc_pll6_minus_ar",
+            "logp_prefix_minus_ar_se average_ar",  # the error is not known
+        ),
+        (
+            ["ar", "prefix"],
+            ["piqa"],
+            "piqa_ar piqa_ar_se average_prefix_minus_ar",
+            "acc_ar logp_ar",
+        ),
+        (["prefix"], ["piqa", "heldout"], "average_prefix acc_prefix", "average_prefix_minus_ar"),
+    ],
+)
+def test_columns_are_what_was_measured(tmp_path, modes, tasks, present, absent):
+    (tmp_path / "eval.json").write_text(json.dumps(eval_report(modes, tasks)))
+    columns = sweep.read_scores(tmp_path / "eval.json")
+    assert set(present.split()) <= set(columns)
+    assert not set(absent.split()) & set(columns)
+    assert columns.get("average_prefix_minus_ar", 1) == pytest.approx(1)
+    assert columns.get("acc_prefix_minus_ar_se", 0.5) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("flag", ["--alphas=1/0", "--seeds=x", "--repetitions=8,", "--alphas="])
 def test_a_bad_grid_ends_in_one_line(tmp_path, call, flag):
-    """Lists of what is no number are refused before anything is written."""
     with pytest.raises(SystemExit, match="^error: .*commas"):
-        call("run", "--results", str(tmp_path / "out/r.jsonl"), flag)
+        call(*GRID, "--results", tmp_path / "out/r.jsonl", flag)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_train_refuses_is_passed_on(tmp_path):
-    """The one line of train.py comes through, with the run it is about; what has not begun is not begun."""
+    """train.py's one line comes through, with the run that it is about; no other run starts."""
     (tmp_path / "c.py").write_text("nonsense = 3")
-    output = run("sweep.py", "run", "--results", "out/r.jsonl", "--config", "c.py", cwd=tmp_path, code=1)
-    assert output.strip().split("\n")[-1].startswith("error: out/R8_a0_s1: c.py: no setting named 'nonsense'")
-    assert "Traceback" not in output and not os.path.exists(tmp_path / "out/r.jsonl")
+    command = ["run", "--config", "c.py", "--repetitions", "8", "--alphas", "0,1", "--jobs", "1"]
+    output = run("sweep.py", *command, "--results", "out/r.jsonl", cwd=tmp_path, code=1)
+    last = output.strip().split("\n")[-1]
+    assert last.startswith("error: out/R8_a0_s1: c.py: no setting named 'nonsense'")
+    assert "Traceback" not in output
+    assert not (tmp_path / "out").exists()
+
+
+def tiny_grid(corpus, folder, **settings):
+    """Return the command of a sweep with one small run, two slots of two threads."""
+    (folder / "c.py").write_text("")
+    arguments = flags(data_dir=corpus / "data/tiny", **settings)
+    own = ("--alpha", "--repetitions")
+    arguments = [argument for argument in arguments if not argument.startswith(own)]
+    command = ["run", "--config", "c.py", "--repetitions", "20", "--alphas", "1/2"]
+    return ["sweep.py", *command, "--results", "out/r.jsonl"], ["--", *arguments]
+
+
+def test_a_grid_is_trained_and_evaluated(corpus, tmp_path):
+    command, settings = tiny_grid(corpus, tmp_path)
+    evaluation = ["--eval", "--tasks heldout --modes ar,prefix --limit 8"]
+    run(*command, *evaluation, *settings, cwd=tmp_path)
+    line = json.loads((tmp_path / "out/r.jsonl").read_text())
+    last = read_log(tmp_path / "out/R20_a1_2_s1")[-1]
+    for name in ("val_ar", "val_md", "overfit"):
+        assert line[name] == last[name]
+    assert line["acc_prefix_minus_ar"] == pytest.approx(line["acc_prefix"] - line["acc_ar"])
+    assert line["logp_prefix_minus_ar"] == pytest.approx(line["logp_prefix"] - line["logp_ar"])
+    assert line["logp_ar"] < 0 < line["logp_ar_se"]
+
+
+def start(command, folder):
+    arguments = [sys.executable, str(Path(sweep.__file__)), *command[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, env=environment)
+
+
+def wait_for(condition):
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+def test_a_stopped_sweep_saves_and_continues(corpus, tmp_path):
+    """SIGTERM ends train.py as well, which saves; the same command resumes it to the end."""
+    command, settings = tiny_grid(corpus, tmp_path, max_steps=150, save_interval=0)
+    command += settings
+    folder = tmp_path / "out/R20_a1_2_s1"
+    log = folder / "log.jsonl"
+    sweeping = start(command, tmp_path)
+    wait_for(lambda: log.exists() and '"step": 2,' in log.read_text())
+    sweeping.send_signal(signal.SIGTERM)
+    _, errors = sweeping.communicate(timeout=60)
+    assert sweeping.returncode == 128 + signal.SIGTERM
+    assert b"the same command continues" in errors and b"Traceback" not in errors
+    assert (folder / "ckpt.pt").exists()  # at the end of the sweep train.py has ended, too
+    before = read_log(folder)
+    assert 2 <= before[-1]["step"] < 150
+
+    run(*command, cwd=tmp_path)
+    after = read_log(folder)
+    assert after[: len(before)] == before  # speeds included: resumed, not begun anew
+    assert after[-1]["done"] and len(sweep.read_runs(tmp_path / "out/r.jsonl")) == 1
+
+
+def test_no_run_outlives_a_sweep_that_was_killed(corpus, tmp_path):
+    """Nobody reads what train.py prints any more: it ends at its next line."""
+    command, settings = tiny_grid(corpus, tmp_path, max_steps=10**5, save_interval=0)
+    settings += ["--repetitions=100000", "--eval_interval=0"]
+    log = tmp_path / "out/R20_a1_2_s1/log.jsonl"
+    sweeping = start([*command, *settings], tmp_path)
+    wait_for(lambda: log.exists() and log.stat().st_size > 0)
+    sweeping.kill()
+    sweeping.wait()
+    size = -1
+
+    def is_quiet():
+        nonlocal size
+        before, size = size, log.stat().st_size
+        time.sleep(2)
+        return before == size
+
+    wait_for(is_quiet)
+
+
+# ---- table ---------------------------------------------------------------------------------------
+def test_tables_pair_alphas_by_seed(tmp_path, call, capsys):
+    """The seeds differ by 1, the alphas by 0.2 and 0.4 within a seed: only pairing shows it."""
+    records = []
+    for alpha, seed, loss in [("1", 1, 2.0), ("1", 2, 3.0), ("1/2", 1, 1.8), ("1/2", 2, 2.6)]:
+        records.append({"repetitions": 8, "alpha": alpha, "seed": seed, "val_ar": loss})
+    records.append({"repetitions": 8, "alpha": "1/4", "seed": 1, "val_ar": 1.5, "acc_ar": 40})
+    call("table", "--results", write_lines(tmp_path / "r.jsonl", records))
+    means, differences = capsys.readouterr().out.split("Difference")
+    assert "| R | alpha | seeds | acc_ar | val_ar |\n|---|---|---|---|---|\n" in means
+    assert "| 8 | 1/4 | 1 | 40.0 | 1.500 |" in means  # one seed has no deviation
+    assert "| 8 | 1/2 | 2 |  | 2.200 ± 0.566 |" in means
+    assert "| 8 | 1/2 | 2 |  | -0.300 ± 0.100 |" in differences
+    assert "| 8 | 1/4 | 1 |  | -0.500 |" in differences
+    assert "| 8 | 1 |" not in differences
+
+
+def test_tables_keep_settings_apart(tmp_path, call, capsys):
+    record = {"repetitions": 8, "alpha": "1", "seed": 1, "val_ar": 2.0, "settings": "c.py"}
+    other = record | {"settings": "c.py --weight_decay=1.0", "val_ar": 4.0}
+    call("table", "--results", write_lines(tmp_path / "r.jsonl", [record, other]))
+    output = capsys.readouterr().out
+    assert "| 2.000 |" in output and "| 4.000 |" in output and "weight_decay" in output
+
+
+# ---- fit -----------------------------------------------------------------------------------------
+def test_log_odds_are_symmetric_and_finite():
+    odds = sweep.log_odds([0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1])
+    np.testing.assert_allclose(odds, -odds[::-1], atol=1e-12)
+    assert (np.diff(odds) > 0).all() and 6 < odds[-1] < 6.1
+    assert 0.9 < sweep.log_odds(1 / 8) - sweep.log_odds(1 / 16) < 1.2  # a step for a halving
+    np.testing.assert_allclose(sweep.alpha_at(odds), [0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1])
+
+
+def test_a_fit_finds_the_known_optimum(results, tmp_path, call, capsys):
+    """A loss is minimised and a score maximised; both are in the file, with honest intervals."""
+    file = tmp_path / "fit.json"
+    call("fit", "--results", results, "--target", "val_ar,acc_ar", "--json", file)
+    fits = json.loads(file.read_text())
+    assert list(fits) == ["val_ar", "acc_ar"]
+    assert "paper's rule" in capsys.readouterr().out
+    for fit in fits.values():
+        assert fit["r2"] > 0.99 and "Matern" in fit["kernel"]
+        assert [optimum["repetitions"] for optimum in fit["optimal"]] == [8, 16, 32, 64]
+        for optimum in fit["optimal"]:
+            truth = sweep.alpha_at(best_log_odds(optimum["repetitions"]))
+            low, high = optimum["low"], optimum["high"]
+            assert low <= optimum["alpha"] <= high and high - low < 0.5
+            assert low - 0.02 <= truth <= high + 0.02  # alphas are 0.2 apart in log-odds
+
+
+def test_a_fit_is_of_the_surface_not_of_single_runs(tmp_path):
+    """The noise of runs widens an interval only as far as it hides the surface."""
+    records = made_up_records(noise=0.4, seeds=range(6))
+    runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", records))
+    surface = sweep.fit_surface(runs, "acc_ar", np.log2([8, 64]))
+    assert surface.r2 < 0.99
+    np.testing.assert_allclose(surface.best.sum(axis=1), 1)
+    # with the noise of a run in the samples the deviations would be 1.45 and 1.31
+    for R, chance, limit in zip((8, 64), surface.best, (1.35, 1.1)):
+        middle = (chance * surface.log_odds).sum()
+        deviation = np.sqrt((chance * (surface.log_odds - middle) ** 2).sum())
+        assert abs(middle - best_log_odds(R)) < 0.9 and deviation < limit
+
+
+@pytest.mark.parametrize("column, untrained", [("val_ar", "0"), ("val_md", "1"), ("acc_ar", None)])
+def test_the_loss_of_an_untrained_objective_bends_no_surface(tmp_path, column, untrained):
+    records = made_up_records()
+    runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", records))
+    log_R = [4.0]
+    surface = sweep.fit_surface(runs, column, log_R)
+    for record in records:
+        if record["alpha"] == untrained:
+            record[column] = 1e6
+    runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", records))
+    np.testing.assert_array_equal(surface.mean, sweep.fit_surface(runs, column, log_R).mean)
+    shown = sweep.alpha_at(surface.log_odds[[0, -1]])
+    expected = {"0": [1 / 8, 1], "1": [0, 7 / 8], None: [0, 1]}[untrained]
+    np.testing.assert_allclose(shown, expected, atol=1e-9)
+
+
+def test_a_gain_is_likely_where_the_difference_is_positive(tmp_path):
+    records = made_up_records()
+    for record in records:
+        record["acc_prefix_minus_ar"] = 1.0 if record["alpha"] == "1/2" else -1.0
+    runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", records))
+    surface = sweep.fit_surface(runs, "acc_prefix_minus_ar", [4.0])
+    middle = np.abs(surface.log_odds).argmin()
+    assert surface.positive[0, middle] > 0.9 and surface.positive[0, [0, -1]].max() < 0.1
+
+
+# ---- plot ----------------------------------------------------------------------------------------
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_lie_beside_the_results(results, call, tmp_path, capsys):
+    call("plot", "--results", results, "--target", "val_ar,acc_ar")
+    names = ["curves_R8.png", "curves_R16.png", "curves_R32.png", "curves_R64.png", "map.png"]
+    assert [Path(line).name for line in capsys.readouterr().out.split()] == names
+    assert all(is_png(tmp_path / name) for name in names)
+    assert sorted(tmp_path.iterdir()) == sorted([results, *(tmp_path / name for name in names)])
+
+
+def test_one_r_and_some_alphas_give_one_figure(results, call, tmp_path):
+    chosen = ["--repetitions", "64", "--alphas", "0,1/2,1"]
+    call("plot", "--results", results, *chosen, "--out", tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["curves_R64.png"]
+
+
+def labels_of(ax):
+    """Return {label: (height, color)} of the lines' names beside a panel."""
+    return {text.get_text(): (text.xyann[1], text.get_color()) for text in ax.texts}
+
+
+def test_every_line_has_a_label_of_its_colour(tmp_path):
+    """AR alone is blue, MD alone red, and labels of lines that end together do not overlap."""
+    runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", made_up_records(0, seeds=(1, 2, 3))))
+    lines = sweep.lines_of_runs([run for run in runs if run.repetitions == 64])
+    ar, md = sweep.draw_lines("R = 64", lines).axes
+    both = {f"α = {alpha}" for alpha in ALPHAS[1:-1]}
+    assert set(labels_of(ar)) == both | {"AR alone"}
+    assert set(labels_of(md)) == both | {"MD alone"}
+    for ax in (ar, md):
+        heights = sorted(height for height, _ in labels_of(ax).values())
+        assert min(np.diff(heights)) > 0.06
+        assert len(ax.lines) == 6 * (1 + 3)  # a mean and three seeds
+    red, _, blue, _ = labels_of(ar)["AR alone"][1]
+    assert blue > 2 * red
+    red, _, blue, _ = labels_of(md)["MD alone"][1]
+    assert red > 2 * blue
+    red, green, blue, _ = labels_of(ar)["α = 1/2"][1]
+    assert min(red, blue) > 1.5 * green
+
+
+def test_one_runs_log_has_its_curves(tmp_path, call):
+    records = [{"step": 0, "tokens": 0, "val_ar": 5.7, "val_md": 5.8}]
+    records.append({"step": 1, "tokens": 10**6, "train_ar": 4.0, "val_ar": 4.1, "val_md": 4.2})
+    records.append({"step": 2, "tokens": 2 * 10**6, "train_ar": 3.0, "val_ar": 3.1, "val_md": 3.2})
+    path = write_lines(tmp_path / "log.jsonl", records)
+    ar, md = sweep.draw_lines("demo", sweep.lines_of_log(records)).axes
+    assert set(labels_of(ar)) == {"training", "held-out"}
+    assert set(labels_of(md)) == {"held-out"}
+    np.testing.assert_allclose(ar.lines[1].get_xydata(), [(1, 4.1), (2, 3.1)])
+    call("plot", "--results", path)
+    assert is_png(tmp_path / "curves.png")
+
+
+def test_maps_show_overfitted_runs_and_the_papers_rule(tmp_path):
+    records = made_up_records(seeds=(1, 2))
+    for record in records:
+        record["acc_prefix_minus_ar"] = 0.1 * record["val_ar"] - 0.42
+    runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", records))
+    columns = ["acc_ar", "val_ar", "acc_prefix_minus_ar"]
+    axes = sweep.draw_maps(runs, columns).axes
+    assert [ax.get_title().split("  ")[0] for ax in axes[:3]] == [
+        "AR accuracy, %",
+        "held-out AR loss",
+        "prefix − AR, points",
+    ]
+    for ax in axes:
+        crosses = [line.get_xydata()[0] for line in ax.lines if line.get_marker() == "x"]
+        places = {(2 ** round(x), round(float(sweep.alpha_at(y)), 3)) for x, y in crosses}
+        assert places == {(64, 0.75), (64, 0.875), (64, 1)}
+    for ax, has_rule in zip(axes[3:], (True, True, False)):
+        rules = [line.get_xydata() for line in ax.lines if line.get_linestyle() == "--"]
+        assert len(rules) == (1 if has_rule else 0)
+        for rule in rules:
+            alphas = sweep.alpha_at(rule[:, 1])
+            np.testing.assert_allclose(alphas[[0, -1]], [63 / 64, 16 / 64])
