@@ -8,6 +8,7 @@ ckpt_STEP.pt (older ones, if asked for) and log.jsonl.
 import glob
 import os
 import pickle
+import shutil
 import socket
 import zipfile
 from typing import NamedTuple
@@ -77,21 +78,31 @@ def find_checkpoints(out_dir):
 def save_checkpoint(content, out_dir, *names):
     """Write, sync, rename: a checkpoint is complete or absent, under each of its names."""
     temporary = os.path.join(out_dir, "ckpt.tmp")
+    link = os.path.join(out_dir, "ckpt.tmp.link")
     try:
+        # A process killed in here leaves these, perhaps as second names of a sound checkpoint.
+        remove_if_there(temporary, link)
         with open(temporary, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        for name in names:
-            another_name = temporary + ".link"
-            os.link(temporary, another_name)
-            os.replace(another_name, os.path.join(out_dir, name))
-        os.remove(temporary)
+        for name in names[:-1]:
+            try:
+                os.link(temporary, link)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(temporary, link)
+            os.replace(link, os.path.join(out_dir, name))
+        os.replace(temporary, os.path.join(out_dir, names[-1]))
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        remove_if_there(temporary, link)
         reason = str(error).splitlines()[0]
         die(f"could not write {names[-1]} in {out_dir}; the one before is intact ({reason})")
+
+
+def remove_if_there(*paths):
+    for path in paths:
+        if os.path.lexists(path):
+            os.remove(path)
 
 
 def prune_checkpoints(out_dir, step, keep):
