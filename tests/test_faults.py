@@ -1,4 +1,5 @@
-"""Kills, lost ranks, bad numbers, bad files: nothing is lost, nothing hangs. The quick form of soak.py."""
+"""Kills, lost ranks, bad numbers, bad files: nothing is lost, nothing hangs. See also soak.py."""
+
 import fcntl
 import json
 import os
@@ -12,9 +13,10 @@ import time
 import pytest
 import torch
 
-import soak
 from conftest import ROOT, flags, run
-from soak import Launcher, difference, kill_runs, log_of, read
+from faults import Launcher
+from fuzz import READERS, fuzz
+from soak import difference, kill_runs, read_checkpoint, read_losses, run_in_peace
 
 
 @pytest.fixture(scope="module")
@@ -30,169 +32,317 @@ def folder(corpus, tmp_path_factory):
     return folder
 
 
-def test_kills_change_no_bit(launcher, folder):
-    """At random moments and in the middle of checkpoints, one process: the weights and the log of a run in peace."""
-    count = kill_runs(launcher, folder, 3, seed=5)
-    assert count["kills"] >= 3 and count["difference"] == 0 and count["bytes lost"] == 0
+def errors_in(output):
+    """Return the lines of errors in a file of output, which has no traceback."""
+    text = output.read_text()
+    assert "Traceback" not in text, text
+    return re.findall("^error: .*", text, re.MULTILINE)
 
 
-def test_kills_with_other_numbers_of_processes_change_rounding_alone(launcher, folder):
-    """2, then 1, then 4 processes, one of them or all killed each time."""
-    count = kill_runs(launcher, folder, 3, seed=6, worlds=(2, 1, 4))
-    assert count["kills"] >= 3 and count["difference"] <= 1e-4 and count["bytes lost"] == 0 and count["slowest end"] < 60
+def wait_for_text(output, text, seconds=120):
+    end = time.time() + seconds
+    while not (output.exists() and text in output.read_text()):
+        assert time.time() < end, f"no '{text}' in {output.read_text()}"
+        time.sleep(0.01)
 
 
-@pytest.mark.parametrize("point", [0.7, "link before", "link after", "replace before"])
-def test_a_kill_at_every_point_of_a_checkpoint(launcher, folder, point):
-    """The second checkpoint is cut off: what is there then is whole, and a restart ends as if nothing had been."""
-    changes = dict(data_dir="data/tiny", out_dir=f"out/cut_{str(point).replace(' ', '_')}", keep=2, eval_interval=0)
+# ---- kills ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def peace(launcher, folder):
+    return run_in_peace(launcher, folder)
+
+
+def test_kills_change_no_bit(launcher, folder, peace):
+    """At random moments and within checkpoints: the same weights and log as a run in peace."""
+    outcome = kill_runs(launcher, folder, peace, n_kills=3, seed=5)
+    assert outcome.kills.total() == 3
+    assert outcome.difference == 0
+    assert outcome.damaged == 0
+
+
+def test_kills_on_changing_numbers_of_ranks_change_rounding_alone(launcher, folder, peace):
+    """2, then 1, then 4 ranks, one of them or all killed each time."""
+    outcome = kill_runs(launcher, folder, peace, n_kills=3, seed=6, worlds=(2, 1, 4))
+    assert outcome.kills.total() == 3
+    assert outcome.difference <= 1e-4
+    assert outcome.damaged == 0
+    assert outcome.slowest_end < 60
+
+
+CUT = dict(data_dir="data/tiny", keep=2, eval_interval=0)
+STEPS_LEFT = {"ckpt_4.pt": 4, "ckpt_decay.pt": 4, "ckpt_6.pt": 6, "ckpt.pt": 6}
+
+
+@pytest.fixture(scope="module")
+def uncut(launcher, folder):
+    """A run of 6 steps that saves at steps 2, 4 (under three names) and 6."""
+    pid = launcher.start("train.py", flags(**CUT, out_dir="out/uncut"), folder, os.devnull)
+    assert launcher.wait(pid) == 0
+    return folder / "out/uncut"
+
+
+@pytest.mark.parametrize("point", [0.7, "after link 1", "before replace 1", "after replace 3"])
+def test_a_kill_within_a_checkpoint_loses_nothing(launcher, folder, uncut, point):
+    """What is there then is whole, and the resumed run leaves what an undisturbed one leaves."""
+    out = folder / f"out/cut {point}"
     output = folder / "cut.txt"
-    pid = launcher.start("train.py", flags(**changes), folder, output, hook=["die_in_save", 2, point])
+    settings = CUT | dict(out_dir=out)
+    fault = ["die_in_save", 2, point]
+    pid = launcher.start("train.py", flags(**settings), folder, output, fault)
     assert launcher.wait(pid) == -signal.SIGKILL
-    out = folder / changes["out_dir"]
-    assert {read(file)["step"] for file in out.glob("ckpt*.pt")} <= {2, 4} and (out / "ckpt.pt").exists()
-    assert launcher.wait(launcher.start("train.py", flags(**changes, resume=True), folder, output)) == 0
-    assert sorted(p.name for p in out.iterdir() if p.name != ".lock") == [
-        "ckpt.pt", "ckpt_4.pt", "ckpt_6.pt", "ckpt_decay.pt", "log.jsonl"]
-    peace = folder / "out/cut_peace"
-    if not peace.exists():
-        launcher.wait(launcher.start("train.py", flags(**changes | dict(out_dir="out/cut_peace")), folder, output))
-    assert difference(read(peace / "ckpt.pt")["model"], read(out / "ckpt.pt")["model"]) == 0
-    assert log_of(peace) == log_of(out)
+    steps = {read_checkpoint(file)["step"] for file in out.glob("ckpt*.pt")}
+    assert steps <= {2, 4} and (out / "ckpt.pt").exists()
+
+    pid = launcher.start("train.py", flags(**settings, resume=True), folder, output)
+    assert launcher.wait(pid) == 0, output.read_text()
+    assert {file.name for file in out.iterdir()} == {*STEPS_LEFT, "log.jsonl", ".lock"}
+    for name, step in STEPS_LEFT.items():
+        content = read_checkpoint(out / name)
+        assert content["step"] == step
+        assert difference(content["model"], read_checkpoint(uncut / name)["model"]) == 0
+    assert read_losses(out) == read_losses(uncut)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1e30])
-def test_a_bad_gradient_on_one_rank_stops_all_before_the_update(launcher, folder, value):
-    """Not a number, or so large that its square is: the line names rank and step, the checkpoint before stays."""
-    changes = dict(data_dir="data/tiny", out_dir=f"out/bad_{value}", save_interval=1)
-    output = folder / f"bad_{value}.txt"
-    pids = launcher.ranks(2, "train.py", flags(**changes), folder, output, hooks={1: ["bad_gradient", 3, value]})
-    assert [launcher.wait(pid, 60) for pid in pids] == [1, 1]
-    errors = re.findall("^error: .*", output.read_text(), re.M)
-    assert len(errors) == 1 and "not finite at step 3 on rank 1;" in errors[0] and "Traceback" not in output.read_text()
-    assert read(folder / changes["out_dir"] / "ckpt.pt")["step"] == 3
-    # without the fault it goes on from there
-    assert launcher.wait(launcher.start("train.py", flags(**changes, resume=True), folder, output)) == 0
+def test_a_file_system_without_hard_links_will_do(launcher, folder):
+    output = folder / "links.txt"
+    arguments = flags(**CUT, out_dir="out/links")
+    pid = launcher.start("train.py", arguments, folder, output, ["no_hard_links"])
+    assert launcher.wait(pid) == 0, output.read_text()
+    for name, step in STEPS_LEFT.items():
+        assert read_checkpoint(folder / "out/links" / name)["step"] == step
 
 
-def find(marker, rank):
-    """The process of this rank among those with the marker on their command line."""
+# ---- signals -------------------------------------------------------------------------------------
+def test_ctrl_c_finishes_the_step_and_saves(launcher, folder):
+    output = folder / "ctrl_c.txt"
+    settings = dict(data_dir="data/tiny", out_dir="out/ctrl_c", save_interval=0)
+    pid = launcher.start("train.py", flags(**settings), folder, output, ["slow_step", 2, 3])
+    wait_for_text(output, "step 2 ")
+    os.kill(pid, signal.SIGINT)
+    wait_for_text(output, "finishing this step, then saving; press again to quit at once", 2)
+    assert launcher.wait(pid) == 128 + signal.SIGINT
+    assert "stopped at step 3, saved; continue with --resume" in output.read_text()
+    assert read_checkpoint(folder / "out/ctrl_c/ckpt.pt")["step"] == 3
+
+
+def test_a_second_ctrl_c_quits_at_once(launcher, folder):
+    output = folder / "twice.txt"
+    settings = dict(data_dir="data/tiny", out_dir="out/twice", save_interval=0)
+    pid = launcher.start("train.py", flags(**settings), folder, output, ["slow_step", 2, 60])
+    wait_for_text(output, "step 2 ")
+    os.kill(pid, signal.SIGINT)
+    wait_for_text(output, "press again")
+    os.kill(pid, signal.SIGINT)
+    assert launcher.wait(pid, 10) == 128 + signal.SIGINT
+    assert not (folder / "out/twice/ckpt.pt").exists()
+    assert errors_in(output) == []
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+BAD_GRADIENTS = {
+    "not a number": ("matrix", float("nan")),
+    "its square is infinite": ("embedding", 1e30),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GRADIENTS)
+def test_a_bad_gradient_on_one_rank_stops_all_before_the_update(launcher, folder, name):
+    """In one line, since torchrun ends the other rank; the run can be resumed without the fault."""
+    where, value = BAD_GRADIENTS[name]
+    output = folder / f"bad_{where}.txt"
+    settings = dict(data_dir="data/tiny", out_dir=f"out/bad_{where}", save_interval=1)
+    job = "train.py", flags(**settings), folder, output
+    pids = launcher.start_ranks(2, *job, faults={1: ["bad_gradient", 3, where, value]})
+    wait_for_text(output, "error: ")
+    os.kill(pids[1], signal.SIGTERM)
+    assert [launcher.wait(pid) for pid in pids] == [1, -signal.SIGTERM]
+    (error,) = errors_in(output)
+    assert "not finite at step 3;" in error
+    assert read_checkpoint(folder / settings["out_dir"] / "ckpt.pt")["step"] == 3
+
+    pid = launcher.start("train.py", flags(**settings, resume=True), folder, output)
+    assert launcher.wait(pid) == 0
+
+
+def test_a_problem_of_one_rank_alone_is_told_after_a_while(launcher, folder):
+    output = folder / "alone.txt"
+    start = time.time()
+    pid = launcher.start("train.py", flags(alpha=2), folder, output, LOCAL_RANK="1")
+    assert launcher.wait(pid) == 1
+    assert time.time() - start >= 5
+    assert len(errors_in(output)) == 1
+
+
+def find_process(marker, rank):
+    """Return the process of a rank among those with the marker on their command line."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/cmdline", "rb") as command, open(f"/proc/{pid}/environ", "rb") as environment:
-                if {marker, f"RANK={rank}"} <= {*(command.read() + environment.read()).decode().split("\0")}:
-                    return int(pid)
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                arguments = file.read().decode().split("\0")
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                environment = file.read().decode().split("\0")
         except (OSError, UnicodeError):
             continue
+        if marker in arguments and f"RANK={rank}" in environment:
+            return int(pid)
 
 
-def torchrun_and_kill(folder, out, restarts, rank, when, **changes):
-    """Start two processes, kill one when a line is logged; returns status, output, and the seconds from kill to end."""
-    marker, output = f"--out_dir={out}", folder / (out.replace("/", "_") + ".txt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               f"--max-restarts={restarts}", os.path.join(ROOT, "train.py"),
-               *flags(data_dir="data/tiny", out_dir=out, eval_interval=0, **changes)]
-    with open(output, "w") as f:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the README says
-        job = subprocess.Popen(command, cwd=folder, stdout=f, stderr=f, env=env)
-    try:
-        end = time.time() + 120
-        while when not in output.read_text() and time.time() < end:
-            time.sleep(0.01)
-        os.kill(find(marker, rank), signal.SIGKILL)
-        start = time.time()
-        return job.wait(120), output.read_text(), time.time() - start
-    finally:
-        job.kill()
+class Job:
+    """torchrun in the background. Its ranks report the threads that they leave."""
+
+    def __init__(self, folder, name, restarts, ranks=2, **settings):
+        self.marker = f"--out_dir=out/{name}"
+        self.output = folder / f"{name}.txt"
+        settings = dict(data_dir="data/tiny", out_dir=f"out/{name}", eval_interval=0) | settings
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+        command += [os.path.join(ROOT, "tests/faults.py"), '["report_threads"]', "train.py"]
+        # As NOTES.md says for elastic jobs: the store outlives the first attempt.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen(
+                command + flags(**settings), cwd=folder, stdout=file, stderr=file, env=env
+            )
+
+    def kill_rank(self, rank, when):
+        """Kill a rank as soon as a text is in the output."""
+        try:
+            wait_for_text(self.output, when)
+            os.kill(find_process(self.marker, rank), signal.SIGKILL)
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def wait(self):
+        """Return the exit status and the output."""
+        try:
+            return self.process.wait(120), self.output.read_text()
+        finally:
+            self.process.kill()
 
 
 def test_without_restarts_a_lost_rank_ends_the_job(folder):
-    """Within seconds, with a failure, by torchrun; the checkpoint is sound and nobody holds the lock."""
-    status, output, seconds = torchrun_and_kill(folder, "out/lost", 0, 1, "step 5 ", max_steps=300, save_interval=5)
-    assert status == 1 and seconds < 60 and "done" not in output
-    assert read(folder / "out/lost/ckpt.pt")["step"] % 5 == 0
-    assert find("--out_dir=out/lost", 0) is None and find("--out_dir=out/lost", 1) is None
+    """Within seconds, with a failure; the checkpoint is sound and nobody is left behind."""
+    job = Job(folder, "lost", restarts=0, max_steps=300, save_interval=5)
+    job.kill_rank(1, "step 5 ")
+    start = time.time()
+    status, output = job.wait()
+    assert status == 1 and time.time() - start < 60
+    assert "done" not in output
+    assert read_checkpoint(folder / "out/lost/ckpt.pt")["step"] % 5 == 0
+    for rank in (0, 1):
+        assert find_process(job.marker, rank) is None
 
 
-def test_elastic_restart_goes_on_by_itself(folder):
-    """torchrun --max-restarts: rank 0, which holds the lock, is killed; the job goes on from the last checkpoint."""
-    status, output, _ = torchrun_and_kill(folder, "out/elastic", 2, 0, "step 7 ", max_steps=200, save_interval=5)
+def test_a_restarted_job_resumes_its_run_and_leaves_no_thread(folder):
+    """Rank 0, which holds the lock, is killed. A thread of gloo could abort a finished process."""
+    job = Job(folder, "elastic", restarts=2, max_steps=100, save_interval=5)
+    job.kill_rank(0, "step 7 ")
+    status, output = job.wait()
     assert status == 0 and "done" in output, output
     step = int(re.search(r"resuming out/elastic at step (\d+)", output).group(1))
     assert step >= 5 and step % 5 == 0
-    assert [r["step"] for r in log_of(folder / "out/elastic") if r["step"]] == list(range(1, 201))
+    steps = [record["step"] for record in read_losses(folder / "out/elastic")]
+    assert [step for step in steps if step > 0] == list(range(1, 101))
+    assert output.count("\n0 threads of gloo at the end") == 2
 
 
-def test_after_a_restart_the_lock_is_waited_for(launcher, folder):
-    """The process that went before may still be there for a while: a restart does not give up at once, a start does."""
+def test_a_restarted_job_does_not_resume_the_run_of_another(folder, uncut):
+    """Started without --resume in a directory that holds a run: refused, and refused again."""
+    shutil.copytree(uncut, folder / "out/theirs")
+    os.replace(folder / "out/theirs/ckpt_decay.pt", folder / "out/theirs/ckpt.pt")  # not finished
+    status, output = Job(folder, "theirs", restarts=1, ranks=1, **CUT).wait()
+    assert status == 1
+    assert output.count("out/theirs holds a run already") == 2, output
+    assert "resuming" not in output
+    assert read_checkpoint(folder / "out/theirs/ckpt.pt")["step"] == 4
+
+
+def test_a_restarted_job_waits_for_the_lock(launcher, folder):
+    """The process before it may still be there for a while. A first start gives up at once."""
     out = folder / "out/busy"
     out.mkdir(parents=True)
-    changes, output = dict(data_dir="data/tiny", out_dir="out/busy", max_steps=1, decay_steps=0), folder / "busy.txt"
-    arguments = "train.py", flags(**changes), folder, output
+    output = folder / "busy.txt"
+    settings = dict(data_dir="data/tiny", out_dir="out/busy", max_steps=1, decay_steps=0)
+    job = "train.py", flags(**settings), folder, output
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert launcher.wait(launcher.start(*arguments)) == 1
-        assert "another process is training in out/busy" in output.read_text()
-        pid = launcher.start(*arguments, TORCHELASTIC_RESTART_COUNT="1")
+        assert launcher.wait(launcher.start(*job)) == 1
+        (error,) = errors_in(output)
+        assert "another process is training in out/busy" in error
+        pid = launcher.start(*job, TORCHELASTIC_RESTART_COUNT="1")
         assert launcher.wait(pid, 3) is None
     assert launcher.wait(pid) == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs the right to mount")
-def test_a_disk_that_is_full_or_read_only(launcher, folder):
-    """A file system of 800 kB, then one that is read-only: one line each, and the checkpoint before is intact."""
-    disk, output = folder / "disk", folder / "disk.txt"
-    changes = dict(data_dir="data/tiny", out_dir="disk/run", save_interval=1, eval_interval=0, keep=9)
+# ---- disks ---------------------------------------------------------------------------------------
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, mount")
+def test_a_full_or_read_only_disk_is_one_line_and_harms_nothing(launcher, folder):
+    """A file system of 800 kB, then one that is read-only."""
+    disk = folder / "disk"
+    settings = dict(data_dir="data/tiny", out_dir="disk/run", save_interval=1, eval_interval=0)
     disk.mkdir()
-    if os.system(f"mount -t tmpfs -o size=800k tmpfs {disk} 2>/dev/null"):
+    if os.system(f"mount -t tmpfs -o size=800k tmpfs {disk} 2>/dev/null") != 0:
         pytest.skip("no right to mount")
     try:
-        assert launcher.wait(launcher.start("train.py", flags(**changes), folder, output)) == 1
-        errors = re.findall("^error: .*", output.read_text(), re.M)
-        assert len(errors) == 1 and "could not write disk/run/ckpt" in errors[0]
-        assert "Traceback" not in output.read_text()
-        files = {file: file.read_bytes() for file in (disk / "run").glob("ckpt*.pt")}
-        assert files and not list((disk / "run").glob("*.tmp")) and all(read(file)["step"] > 0 for file in files)
+        output = folder / "full.txt"
+        pid = launcher.start("train.py", flags(**settings, keep=9), folder, output)
+        assert launcher.wait(pid) == 1
+        (error,) = errors_in(output)
+        assert "could not write ckpt.pt in disk/run; the one before is intact" in error
+        files = {file: file.read_bytes() for file in (disk / "run").glob("ckpt*")}
+        assert len(files) > 1
+        for file in files:
+            assert read_checkpoint(file)["step"] > 0  # nor is there a temporary file
+
         os.system(f"mount -o remount,ro {disk}")
-        output.unlink()
-        assert launcher.wait(launcher.start("train.py", flags(**changes, resume=True), folder, output)) == 1
-        errors = re.findall("^error: .*", output.read_text(), re.M)
-        assert len(errors) == 1 and "Read-only file system" in errors[0] and "Traceback" not in output.read_text()
-        assert files == {file: file.read_bytes() for file in (disk / "run").glob("ckpt*.pt")}
+        output = folder / "read_only.txt"
+        pid = launcher.start("train.py", flags(**settings, resume=True), folder, output)
+        assert launcher.wait(pid) == 1
+        (error,) = errors_in(output)
+        assert "Read-only file system" in error
+        assert files == {file: file.read_bytes() for file in (disk / "run").glob("ckpt*")}
     finally:
         os.system(f"umount -l {disk}")
 
 
-def test_the_same_bits_in_two_processes(launcher, folder, corpus):
-    """prepare, train, eval and sample, each twice with the same seed: equal files, equal numbers, equal texts."""
+# ---- the same again ------------------------------------------------------------------------------
+def do_everything(launcher, folder, name):
+    """Prepare, train, evaluate and sample; return all that was written or printed."""
+    data, out, scores = f"data/{name}", f"out/{name}", f"{name}.json"
+    arguments = ["--input", "text.jsonl", "--out", data, "--vocab_size", "300"]
+    run("prepare.py", *arguments, cwd=folder, PYTHONHASHSEED=len(name))
+    modes = ["--modes", "ar,prefix,pll,mc", "--mc", "8"]
+    sampling = ["--ckpt", out, "--length", "12", "--seed", "3", "--prompt", "<mask:4>a"]
+    jobs = [
+        ["train.py", *flags(data_dir=data, out_dir=out, seed=7)],
+        ["eval.py", "--ckpt", out, "--tasks", "heldout", *modes, "--limit", "5", "--json", scores],
+        ["sample.py", *sampling, "--mode", "ar"],
+        ["sample.py", *sampling, "--mode", "diffusion"],
+    ]
+    texts = []
+    for script, *arguments in jobs:
+        output = folder / f"{name}_{len(texts)}.txt"
+        assert launcher.wait(launcher.start(script, arguments, folder, output)) == 0, output
+        texts.append(output.read_text())
+    files = {file.name: file.read_bytes() for file in (folder / data).iterdir()}
+    results = json.loads((folder / scores).read_text())["tasks"]
+    return files, read_losses(folder / out), results, texts[2:]
+
+
+def test_the_same_seed_gives_the_same_bits(launcher, folder, corpus):
+    """Files, losses, scores, texts and weights of two runs of everything."""
     shutil.copy(corpus / "text.jsonl", folder / "text.jsonl")
-    found = []
-    for i in "12":
-        data, out, scores, dump = folder / f"data/again{i}", folder / f"out/again{i}", f"again{i}.json", f"again{i}.jsonl"
-
-        def start(command, *more):
-            script, *arguments = command.split()
-            output = folder / f"again{i}_{script}.txt"
-            assert launcher.wait(launcher.start(script, [*arguments, *more], folder, output)) == 0, output.read_text()
-            return output.read_text()
-        run("prepare.py", "--input", "text.jsonl", "--out", data, "--vocab_size", "300", cwd=folder, PYTHONHASHSEED=i)
-        start("train.py", *flags(data_dir=data, out_dir=out, seed=7))
-        start(f"eval.py --ckpt {out} --tasks heldout --modes ar,prefix,pll,mc --mc 8 --limit 5 --json {scores} --dump {dump}")
-        texts = [start(f"sample.py --ckpt {out} --mode {mode} --length 12 --seed 3 --prompt <mask:4>a")
-                 for mode in ("ar", "diffusion")]
-        results = json.loads((folder / scores).read_text())
-        found.append(({file.name: file.read_bytes() for file in data.iterdir()}, log_of(out), results["tasks"],
-                      (folder / dump).read_text(), texts))
-    for a, b in zip(*found):
-        assert a == b
-    a, b = (read(folder / f"out/again{i}/ckpt.pt") for i in "12")
-    assert difference(a["model"], b["model"]) == 0
-    assert all(map(torch.equal, a["momentum"], b["momentum"]))
+    assert do_everything(launcher, folder, "one") == do_everything(launcher, folder, "again")
+    one = read_checkpoint(folder / "out/one/ckpt.pt")
+    again = read_checkpoint(folder / "out/again/ckpt.pt")
+    assert difference(one["model"], again["model"]) == 0
+    assert all(map(torch.equal, one["momentum"], again["momentum"]))
 
 
-@pytest.mark.parametrize("reader", ["prepared", "corpora", "checkpoints", "tokenizers", "tasks", "archives",
-                                    "settings", "official_models"])
-def test_damaged_and_hostile_inputs(reader, folder):
-    """150 of each: read rightly or refused in one line; no other exception, no hang, nothing executed."""
-    results, refused = soak.fuzz(folder, [reader], 150, seed=0)[reader]
-    assert results + refused == 150 and refused > 0
+# ---- inputs --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("reader", READERS)
+def test_damaged_and_hostile_inputs_are_read_rightly_or_refused(reader, folder):
+    """In one line, without a hang, and nothing in them is executed."""
+    results, refusals = fuzz(folder, [reader], 150, seed=0)[reader]
+    assert results > 0 and refusals > 0
