@@ -211,7 +211,7 @@ def load_model(path, device="auto", dtype="auto"):
         with torch.device("meta"):
             model = Transformer(settings, dtype)
         model.load_state_dict(checkpoint["model"], assign=True)
-        model.to(device, dtype).eval()  # cast once, not at every use
+        model.cast_matrices()
         tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
         special = find_special_ids(checkpoint["tokenizer"])
         largest = max(tokenizer.get_vocab().values())
@@ -220,6 +220,7 @@ def load_model(path, device="auto", dtype="auto"):
     except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({reason})")
+    model.to(device, dtype).eval()
     tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
     return Trained(model, tokenizer, special, settings, checkpoint)
 

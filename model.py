@@ -40,12 +40,21 @@ def make_mask(segments, positions, prefix, sparse=False):
 class Linear(nn.Module):
     """A matrix in fp32, applied in the type of its input."""
 
-    def __init__(self, d_in, d_out):
+    def __init__(self, d_in, d_out, zero_rows=0, zero_columns=0):
+        """zero_rows, zero_columns: what to add to the matrix where it is cast to another type."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(d_out, d_in))
+        self.padding = (0, zero_columns, 0, zero_rows)
+
+    def cast(self, dtype):
+        """Return the matrix in another type, padded with zeros; itself if that is its type."""
+        weight = self.weight.to(dtype)
+        if weight is not self.weight and any(self.padding):
+            weight = F.pad(weight, self.padding)
+        return weight
 
     def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.cast(x.dtype))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -94,9 +103,12 @@ class Block(nn.Module):
         self.v = Linear(s.n_embd, s.n_embd)
         self.o = Linear(s.n_embd, s.n_embd)
         self.ff_norm = RMSNorm(s.n_embd, s.norm_eps)
-        self.gate = Linear(s.n_embd, s.n_ff)
-        self.up = Linear(s.n_embd, s.n_ff)
-        self.down = Linear(s.n_ff, s.n_embd)
+        # Tensor cores want rows of whole 128 bytes: in bf16, n_ff is filled up to a multiple of 64.
+        # What is added is 0 all the way, silu(0) * 0, and changes nothing.
+        fill = -s.n_ff % 64
+        self.gate = Linear(s.n_embd, s.n_ff, zero_rows=fill)
+        self.up = Linear(s.n_embd, s.n_ff, zero_rows=fill)
+        self.down = Linear(s.n_ff, s.n_embd, zero_columns=fill)
 
     def split_heads(self, x):
         B, T, D = x.shape
@@ -181,6 +193,12 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, mask, caches[i] if caches else None)
         return self.norm(x)
+
+    def cast_matrices(self):
+        """Cast every matrix once instead of at every use. No training, no saving after this."""
+        for layer in self.modules():
+            if isinstance(layer, Linear):
+                layer.weight = nn.Parameter(layer.cast(self.dtype), requires_grad=False)
 
     def new_caches(self, n_sequences, n_tokens):
         """Return empty caches, one for each block, for up to n_tokens tokens."""

@@ -234,6 +234,33 @@ def test_bf16_arithmetic_of_cuda_stays_close_to_fp32():
     assert rounded.hidden(TOKENS, mask, POSITIONS).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.bfloat16, 0.01)])
+def test_zeros_that_fill_up_the_swiglu_change_nothing(dtype, tolerance):
+    """Gradients where a cast fills n_ff = 48 up to 64, against those without the zeros."""
+    filled, plain = random_model(tiny_settings()), random_model(tiny_settings())
+    for block in plain.blocks:
+        for layer in (block.gate, block.up, block.down):
+            layer.padding = (0, 0, 0, 0)
+    for model in (filled, plain):
+        model.dtype = dtype
+        model.loss(make_batch(TOKENS, TOKENS.roll(-1, 1), 0))[0].backward()
+    assert filled.blocks[0].gate.cast(dtype).shape == (64, 32)
+    assert filled.blocks[0].down.cast(dtype).shape == (32, 64)
+    for (name, p), q in zip(filled.named_parameters(), plain.parameters()):
+        assert (p.grad - q.grad).norm() <= tolerance * q.grad.norm(), name
+
+
+@torch.no_grad()
+def test_matrices_cast_once_give_what_matrices_cast_at_every_use_give():
+    models = random_model(tiny_settings()), random_model(tiny_settings())
+    models[1].dtype = models[0].dtype = torch.bfloat16
+    models[1].cast_matrices()
+    assert models[1].blocks[0].gate.weight.shape == (64, 32)
+    mask = make_mask(SEGMENTS, POSITIONS, torch.tensor([0]))
+    found, expected = (model.head(model.hidden(TOKENS, mask, POSITIONS)) for model in models)
+    assert torch.equal(found, expected)
+
+
 def test_one_graph_serves_all_blocks_and_both_objectives():
     """Compiled block by block there is one graph without breaks, and no recompilation later."""
     from torch._dynamo.testing import CompileCounter
