@@ -1,323 +1,522 @@
 """
-Turn text into a prepared folder: drop duplicates, hold out a share, train a byte-level BPE, encode.
+Turn text into a prepared folder: drop duplicates, hold out a share, train a tokenizer, encode.
 
-    python prepare.py                                                # Python's own documentation -> data/pydocs
+    python prepare.py                                   # Python's own documentation -> data/pydocs
+    python prepare.py --input mine.txt --out data/mine
+    python prepare.py --input mine.txt --out data/mine --tokenizer SmolLM2/tokenizer.json
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
-    python prepare.py --tasks                                        # the nine sets that eval.py reads -> data/tasks
-Inputs: .jsonl, .jsonl.gz, .jsonl.zst (field `text`), .txt (a document; a long one is cut at blank lines), - (JSON lines
-on standard input). They are streamed, in three passes: memory grows by 50 bytes per document, not with the text.
+    python prepare.py --tasks                           # the evaluation sets -> data/tasks
+
+Inputs are .jsonl, .jsonl.gz or .jsonl.zst (the field `text` of each line is a document), .txt (cut
+into documents at blank lines), or - (JSON lines on standard input). The text is never held as a
+whole: it is read in passes (hash, learn, encode), and memory grows by 64 bytes a document at most.
 """
 
-import ast, glob, gzip, hashlib, io, json, os, sys, tarfile, tempfile, time, urllib.request, zipfile
+import argparse
+import ast
+import glob
+import gzip
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from array import array
 from concurrent.futures import ThreadPoolExecutor
-from itertools import compress, islice, takewhile
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
+
+from errors import die, report
+
+if __name__ == "__main__":
+    sys.excepthook = report
 
 import numpy as np
 import tiktoken
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
-from configurator import die, flags
-from data import BOS, FILES, N_SPECIAL, VERSION, fingerprint
+
+from configurator import load_settings
+from data import FILES, FORMAT_VERSION, SPECIAL_TOKENS, find_special_ids, fingerprint, token_dtype
 
 FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-SPECIALS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"] + [f"<special_{i}>" for i in range(11)]
-# GPT-2's splitting pattern, as tokenizers' ByteLevel has it; grouped: only white space needs the slow look-ahead
+
+# GPT-2's splitting pattern, as ByteLevel has it. Grouped: only white space needs the look-ahead.
 PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
-MALFORMED, EMPTY = 0, 1  # stand in for a document's hash
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 def embedded_corpus():
-    """Python's help topics, and the distinct docstrings of each standard module; read from source, never imported."""
-    root, texts = os.path.dirname(os.__file__), []
-    for folder, folders, _ in os.walk(root):
-        folders[:] = sorted(
-            {*folders}
-            - {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
-        )
+    """Return Python's help topics and, for each standard module, its distinct docstrings.
+
+    The modules are parsed, never imported.
+    """
+    root = os.path.dirname(os.__file__)
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = []
+    for folder, subfolders, _ in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - skipped)  # os.walk goes on with these
         for path in sorted(Path(folder).glob("*.py")):
             tree = ast.parse(path.read_bytes())
             if path.match("pydoc_data/topics.py"):
-                texts += ast.literal_eval(tree.body[-1].value).values()
-            docstrings = (
-                ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)
-            )
-            texts.append("\n\n".join(dict.fromkeys(filter(None, docstrings))))
+                topics = ast.literal_eval(tree.body[-1].value)
+                texts.extend(topics.values())
+            nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+            docstrings = filter(None, map(ast.get_docstring, nodes))
+            texts.append("\n\n".join(dict.fromkeys(docstrings)))
+
     if sum(map(len, texts)) < 10**6:
-        die(
-            f"this Python has no documentation in {root} (a minimal installation?): give your own text with --input"
-        )
-    return [json.dumps({"text": text}).encode() + b"\n" for text in texts if text]
+        die(f"this Python has no documentation in {root}: give your own text with --input")
+    return [text for text in texts if text]
 
 
-def read(paths):
-    """The documents as they stand in the files: a line of JSON as bytes, a piece of a .txt as str."""
-    for path in paths:
-        try:
-            with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-                if path.endswith(".zst"):
-                    import zstandard
+def unpack_zstd(chunks):
+    """Unpack the chunks of a .zst file, and raise EOFError if the file was cut short.
 
-                    unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)
-                    file = io.BufferedReader(unpacker.stream_reader(file, read_across_frames=True))
-                if path.endswith(".txt"):
-                    file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
-                    while piece := file.read(
-                        2**16
-                    ):  # and on to the next blank line, if there is one soon
-                        lines = islice(iter(lambda: file.readline(2**10), ""), 64)
-                        yield piece + "".join(takewhile(str.strip, lines))
-                else:  # a line without end comes in pieces too, and all of them are malformed
-                    yield from filter(bytes.strip, iter(lambda: file.readline(2**28), b""))
-        except Exception as error:  # every format has its own kind
-            die(
-                f"cannot read {path}: {error}"
-                + isinstance(error, ImportError) * "; pip install zstandard"
-            )
+    The reader that comes with zstandard would take a truncated file for a complete one.
+    """
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame = None
+    for packed in chunks:
+        while packed:
+            frame = frame or decompressor.decompressobj()
+            try:
+                yield frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise OSError(error) from error
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("it ends in the middle of a frame")
 
 
-def parse(raw):
-    return raw if isinstance(raw, str) else json.loads(raw)["text"]
+def read_lines(path):
+    """Yield the lines of a file; one without end comes in pieces of 256 MiB."""
+    open_file = gzip.open if path.endswith(".gz") else open
+    with open_file(path, "rb") as file:
+        chunks = iter(partial(file.read, 2**10), b"")  # a .zst may unpack to 30,000 times its size
+        if path.endswith(".zst"):
+            chunks = unpack_zstd(chunks)
+
+        line = bytearray()
+        for chunk in chunks:
+            for part in chunk.splitlines(keepends=True):
+                line += part
+                if line.endswith(b"\n") or len(line) >= 2**28:
+                    yield bytes(line)
+                    line.clear()
+        yield bytes(line)
 
 
-# ---- hashing, learning, encoding -------------------------------------------------------------------------------------
-def parallel(function, documents):
-    """function of each document, in order, on all cores: threads will do, as tiktoken lets go of Python's lock."""
-    documents, n = iter(documents), os.cpu_count()
-    with ThreadPoolExecutor(n) as pool:
-        for batch in iter(
-            lambda: list(islice(documents, 32 * n)), []
-        ):  # memory does not grow with the text
-            yield from pool.map(function, batch)
+def cut_text(path, size):
+    """Yield pieces of `size` characters, each continued to the next blank line.
+
+    If there is none within 64 lines and another `size` characters, the piece ends there.
+    """
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
+        while piece := file.read(size):
+            for _ in range(64):
+                line = file.readline(2**10)
+                if not line.strip():
+                    break
+                piece += line
+                if len(piece) >= 2 * size:
+                    break
+            yield piece
 
 
-def digest(raw):
-    """The hash and the size in bytes of a document's text; malformed is what is not UTF-8 or no JSON with `text`."""
+class Document(NamedTuple):
+    text: str
+    problem: str  # why it cannot be used; "" if it can
+
+
+def parse(raw, is_json):
+    """Return the document in a line of JSON (its field `text`), or in a piece of plain text."""
     try:
-        text = parse(raw).encode()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return MALFORMED, 0
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-    return (number, len(text)) if text.decode().strip() else (EMPTY, 0)
+        text = json.loads(raw)["text"] if is_json else raw
+        text.encode()
+    except UnicodeError:
+        return Document("", "is not UTF-8; convert it, for example: iconv -f latin1 -t utf-8")
+    except (LookupError, TypeError, AttributeError):
+        return Document("", 'has no text in a field named "text"')
+    except (ValueError, RecursionError):
+        return Document("", "is not a line of JSON")
+    return Document(text, "")
 
 
-def encoder(bpe, run=2**13):
-    """text -> tokens: those of `tokenizers`, by tiktoken, which is several times as fast."""
-    # byte-level BPE spells a byte as a character: itself where that is visible, else the next one from 256 on
-    raw = dict(
-        zip(
-            sorted(ByteLevel.alphabet()),
-            sorted(range(256), key=lambda b: b == 32 or not chr(b).isprintable()),
+def read_documents(paths):
+    """Yield every document of the files, in order.
+
+    A .txt file is cut into pieces of 64 KiB, but if the whole input is small into about 100.
+    """
+    input_size = sum(os.path.getsize(path) for path in paths)
+    piece_size = min(max(input_size // 100, 2**10), 2**16)
+    for path in paths:
+        is_json = not path.endswith(".txt")
+        pieces = filter(bytes.strip, read_lines(path)) if is_json else cut_text(path, piece_size)
+        try:
+            for number, piece in enumerate(pieces, start=1):
+                document = parse(piece, is_json)
+                if document.problem:
+                    document = Document("", f"document {number} of {path} {document.problem}")
+                yield document
+        except (OSError, EOFError, zlib.error) as error:
+            die(f"cannot read {path}: {error}")
+
+
+def read_texts(paths, wanted, title):
+    """Yield the texts of the documents that the boolean array `wanted` marks."""
+    documents = tqdm(read_documents(paths), title, len(wanted), disable=None)
+    for is_wanted, document in zip(wanted, documents):
+        if is_wanted:
+            yield document.text
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+def hash_documents(paths):
+    """Return each document's hash (0: blank or malformed) and size, and the number of malformed."""
+    hashes = array("Q")
+    sizes = array("q")
+    problems = 0
+    first_problem = ""
+    for text, problem in tqdm(read_documents(paths), "hash", disable=None):
+        content = text.encode()
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little") if text.strip() else 0)
+        sizes.append(len(content))
+        if problem:
+            problems += 1
+            first_problem = first_problem or problem
+
+    if problems > len(hashes) / 100:
+        die(f"{problems:,} of {len(hashes):,} documents cannot be used: {first_problem}")
+    return np.asarray(hashes), np.asarray(sizes), problems
+
+
+def choose_split(hashes, sizes, val_fraction):
+    """Return two boolean arrays: which documents to keep, and which of those to hold out.
+
+    The first of equal documents is kept. Those with small hashes are held out, so a document stays
+    on its side when the corpus grows. In a small corpus chance may be far off the share of text
+    that was asked for: there, documents are held out one by one until the share is reached.
+    """
+    unique, order = np.unique(hashes, return_index=True)
+    order = order[unique > 0]  # the first of equal documents, in the order of their hashes
+    if len(order) < 2:
+        die(
+            f"distinct documents with text: {len(order)}; with one held out, none is left to train "
+            'on; give more text, or one document a line, {"text": "..."}, in a .jsonl file'
         )
-    )
-    ranks = {
-        bytes(raw[c] for c in token): i for token, i in bpe.get_vocab().items() if i >= N_SPECIAL
-    }
-    # tiktoken without any special token would look for the empty string, at every character: half as fast
-    coder = tiktoken.Encoding(
-        "nanodual", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<unk>": 0}
-    )
+    keep = np.zeros(len(hashes), bool)
+    keep[order] = True
+    val = keep & (hashes <= val_fraction * 2.0**64)
 
-    def encode(text):
-        # tiktoken gives up on huge white space and is, in old versions, quadratic in a word: such a run fills a block
-        blocks = (text[i : i + run] for i in range(0, len(text) - run + 1, run))
-        if any(len(block.split(None, 1)) < 2 for block in blocks):
-            return np.array(bpe.encode(text).ids, np.uint16)
-        return coder.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+    wanted = val_fraction * sizes[keep].sum()
+    is_near = wanted / 2 <= sizes[val].sum() <= 2 * wanted
+    if not is_near or val.sum() in (0, len(order)):
+        val[:] = False
+        held_out = 0
+        for document in order[:-1]:  # the last one is left to train on
+            if held_out < wanted and held_out + sizes[document] <= 2 * wanted:
+                val[document] = True
+                held_out += sizes[document]
+        if not val.any():
+            val[order[0]] = True
+    return keep, val
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+def new_tokenizer():
+    """Return an empty byte-level BPE; without a normalizer, decode(encode(text)) == text."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(texts, vocab_size):
+    """Return the tokenizer.json of a BPE. Its ids: special tokens, the 256 bytes, the merges."""
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer = new_tokenizer()
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
+
+
+def with_mask_token(tokenizer_json):
+    """Return the tokenizer.json with a special token <mask>; if it had none, with the next id."""
+    config = json.loads(tokenizer_json)
+    if any(token["content"] == "<mask>" for token in config["added_tokens"]):
+        return tokenizer_json
+
+    vocab = tokenizers.Tokenizer.from_str(tokenizer_json).get_vocab()
+    mask = vocab.get("<mask>", 1 + max(vocab.values()))
+    token = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    token |= {"id": mask, "content": "<mask>", "special": True}
+    config["added_tokens"].append(token)
+    tokenizer_json = json.dumps(config, ensure_ascii=False, indent=2)
+
+    # `tokenizers` counts the tokens to find a new id: wrong if some ids are unused.
+    if tokenizers.Tokenizer.from_str(tokenizer_json).token_to_id("<mask>") != mask:
+        raise ValueError("some of its ids are unused, so that no <mask> can be added")
+    return tokenizer_json
+
+
+def read_tokenizer(path):
+    """Return the tokenizer.json at `path`, with a <mask>."""
+    content = Path(path).read_bytes()
+    try:
+        tokenizer_json = with_mask_token(content.decode())
+        find_special_ids(tokenizer_json)
+    except Exception as error:  # `tokenizers` raises no kind of its own
+        die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")
+    return tokenizer_json
+
+
+def is_ours(tokenizer):
+    """Say whether a tokenizer is one of train_tokenizer's, whatever its vocabulary."""
+    ours = new_tokenizer()
+    ours.add_special_tokens(SPECIAL_TOKENS)
+    configs = [json.loads(ours.to_str()), json.loads(tokenizer.to_str())]
+    for config in configs:
+        config.pop("post_processor")  # it only adds special tokens, which we never ask for
+        config["model"].pop("vocab")
+        config["model"].pop("merges", None)
+    return configs[0] == configs[1]
+
+
+# ---- encoding ------------------------------------------------------------------------------------
+def has_long_run(text, limit=2**13):
+    """Say whether some `limit` characters are all white space, or all one word."""
+    blocks = (text[i : i + limit] for i in range(0, len(text) - limit + 1, limit))
+    return any(len(block.split(None, 1)) < 2 for block in blocks)
+
+
+def make_encoder(tokenizer, dtype):
+    """Return a function from a list of texts to a list of their tokens; it uses all cores."""
+
+    def encode_slowly(texts):
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype) for encoding in encodings]
+
+    if not is_ours(tokenizer):
+        return encode_slowly
+
+    # BPE spells a byte as a character: itself if that is visible, else the next one from 256 on.
+    visible = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    byte_of = dict(zip(sorted(ByteLevel.alphabet()), visible + hidden))
+    ranks = {}
+    for token, rank in tokenizer.get_vocab().items():
+        if token not in SPECIAL_TOKENS:
+            ranks[bytes(byte_of[character] for character in token)] = rank
+
+    # Without a special token, tiktoken would look for the empty string at every character.
+    unused = {"<unk>": 0}
+    coder = tiktoken.Encoding("ours", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=unused)
+    pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: tiktoken releases Python's lock
+
+    def encode_text(text):
+        # tiktoken gives up on a million spaces; old versions are slow on endless words.
+        if has_long_run(text):
+            return encode_slowly([text])[0]
+        return coder.encode_to_numpy(text, disallowed_special=()).astype(dtype)
+
+    def encode(texts):
+        return list(pool.map(encode_text, texts))
 
     return encode
 
 
-def prepare(paths, source, out, vocab_size, val_fraction):
-    """Write the files of a prepared folder to `out`, in three passes over the text; returns a report."""
-    # 1. hash: keep the first of equal documents; hold out those with the smallest hashes, at least one
-    hashes, sizes = np.fromiter(
-        map(digest, tqdm(read(paths), "hash", disable=None)), np.dtype((np.uint64, 2))
-    ).T
-    malformed, order, keep = (
-        np.count_nonzero(hashes == MALFORMED),
-        np.argsort(hashes, kind="stable"),
-        hashes > EMPTY,
-    )
-    if malformed > len(hashes) / 100:
-        die(
-            f"{malformed:,} of {len(hashes):,} documents (first: {order[0] + 1}) are not UTF-8 or no JSON with `text`"
-        )
-    keep[order[1:][hashes[order[1:]] == hashes[order[:-1]]]] = False
-    val = keep & (hashes <= max(val_fraction * 2.0**64, hashes[keep].min(initial=2**64 - 1)))
-    train = keep & ~val
-    if not train.any():
-        die(
-            f"{keep.sum()} distinct documents with text, {val.sum()} of them held out: none is left to train on"
-        )
+def take(texts, size):
+    """Yield texts until they add up to `size` bytes."""
+    taken = 0
+    for text in texts:
+        yield text
+        taken += len(text.encode())
+        if taken >= size:
+            break
 
-    # 2. learn the BPE from the first training documents
-    def texts(size):  # in bytes
-        n = 1 + np.searchsorted(np.cumsum(np.where(train, sizes, 0)), size)
-        return map(parse, compress(tqdm(read(paths), "BPE", n, disable=None), train[:n]))
 
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = (
-        ByteLevel(add_prefix_space=False),
-        tokenizers.decoders.ByteLevel(),
-    )
-    bpe.encode_special_tokens = True  # a literal <mask> in a text is text
-    bpe.train_from_iterator(
-        texts(2**28),
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=SPECIALS,
-            initial_alphabet=ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    (out / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
-    encode = encoder(bpe)
-    for text in texts(2**19):
-        if encode(text).tolist() != bpe.encode(text).ids:
-            die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
+def encode_corpus(texts, val, encode, bos, folder):
+    """Write train.bin and val.bin; return how many tokens each document has, with its `bos`."""
+    lengths = np.zeros(len(val), np.uint64)
+    document = 0
+    with open(folder / "train.bin", "wb") as train_file, open(folder / "val.bin", "wb") as val_file:
+        # At most 1,024 documents and about 4 MB at a time: memory does not grow with the text.
+        while batch := list(islice(take(texts, 2**22), 2**10)):
+            for tokens in encode(batch):
+                tokens = np.append(tokens.dtype.type(bos), tokens)
+                file = val_file if val[document] else train_file
+                file.write(tokens)
+                lengths[document] = len(tokens)
+                document += 1
+    return lengths
 
-    # 3. encode
-    documents, start = (
-        compress(tqdm(read(paths), "encode", len(keep), disable=None), keep),
-        time.time(),
-    )
-    val, sizes, lengths = val[keep], sizes[keep], np.zeros(keep.sum(), np.uint64)
-    with open(out / "train.bin", "wb") as train_bin, open(out / "val.bin", "wb") as val_bin:
-        for i, tokens in enumerate(
-            parallel(lambda raw: np.append(np.uint16(BOS), encode(parse(raw))), documents)
-        ):
-            (val_bin if val[i] else train_bin).write(tokens)
-            lengths[i] = len(tokens)
-    meta = {"version": VERSION, "source": source, "vocab_size": bpe.get_vocab_size()}
+
+def write_meta(folder, source, vocab_size, val, sizes, lengths):
+    """Write where the documents start, and meta.json: the counts, and a hash of every file."""
+    meta = {"version": FORMAT_VERSION, "source": source, "vocab_size": vocab_size}
     for split, part in (("train", ~val), ("val", val)):
-        np.cumsum(np.append(np.uint64(0), lengths[part])).tofile(out / f"{split}.idx")
-        meta[split] = {
+        starts = np.cumsum(np.append(np.uint64(0), lengths[part]))
+        starts.tofile(folder / f"{split}.idx")
+        counts = {
             "documents": part.sum(),
             "tokens": lengths[part].sum(),
             "bytes": sizes[part].sum(),
         }
-    meta["files"] = {name: fingerprint(out / name) for name in FILES}
-    (out / "meta.json").write_text(json.dumps(meta, indent=1, default=int))
-    return (
-        f"{len(val):,} documents, {val.sum():,} of them held out; dropped {malformed:,} malformed, "
-        f"{len(keep) - len(val) - malformed:,} duplicate or empty\n{lengths.sum():,} tokens, "
-        f"{sizes.sum() / lengths.sum():.2f} bytes/token, {sizes.sum() / (time.time() - start) / 1e6:.1f} MB/s; "
-        f"train.bin has hash {meta['files']['train.bin'][1]}"
+        meta[split] = {name: int(count) for name, count in counts.items()}
+    meta["files"] = {name: fingerprint(folder / name) for name in FILES}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    return meta
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def prepare(paths, source, folder, args):
+    """Write the files of a prepared folder, and say what is in them; return meta.json."""
+    if args.tokenizer:  # first of all, as it may be wrong
+        tokenizer_json = read_tokenizer(args.tokenizer)
+
+    hashes, sizes, malformed = hash_documents(paths)
+    keep, val = choose_split(hashes, sizes, args.val_fraction)
+    train = keep & ~val
+    dropped = len(keep) - keep.sum() - malformed
+    print(
+        f"{keep.sum():,} documents, {val.sum():,} of them held out "
+        f"({sizes[val].sum() / sizes[keep].sum():.1%} of the text); "
+        f"dropped {malformed:,} malformed, {dropped:,} duplicate or empty"
     )
 
+    if not args.tokenizer:
+        texts = read_texts(paths, train, "learn")
+        tokenizer_json = train_tokenizer(take(texts, 2**28), args.vocab_size)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json.encode())
 
-# ---- the evaluation sets ---------------------------------------------------------------------------------------------
-AI2 = "https://ai2-public-datasets.s3.amazonaws.com"
-RELEASES = {  # task: the files that are wanted, and the official files or archives that have them
-    "arc_easy": ("ARC-Easy-Test.jsonl", f"{AI2}/arc/ARC-V1-Feb2018.zip"),
-    "arc_challenge": ("ARC-Challenge-Test.jsonl", f"{AI2}/arc/ARC-V1-Feb2018.zip"),
-    "blimp": (
-        "[a-z]*.jsonl",
-        "https://raw.githubusercontent.com/alexwarstadt/blimp/master/BLiMP.zip",
-    ),
-    "commonsenseqa": ("*.jsonl", "https://s3.amazonaws.com/commensenseqa/dev_rand_split.jsonl"),
-    "hellaswag": (
-        "*.jsonl",
-        "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
-    ),
-    "mmlu": ("test/*_test.csv", "https://people.eecs.berkeley.edu/~hendrycks/data.tar"),
-    "openbookqa": ("Main/test.jsonl", f"{AI2}/open-book-qa/OpenBookQA-V1-Sep2018.zip"),
-    "piqa": (
-        "valid*",
-        *(f"https://yonatanbisk.com/piqa/data/valid{end}" for end in (".jsonl", "-labels.lst")),
-    ),
-    "socialiqa": (
-        "dev[.-]*",
-        "https://storage.googleapis.com/ai2-mosaic/public/socialiqa/socialiqa-train-dev.zip",
-    ),
-}
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocab_size = 1 + max(tokenizer.get_vocab().values())
+    encode = make_encoder(tokenizer, token_dtype(vocab_size))
+    for text in take(read_texts(paths, train, "compare"), 2**19):
+        if encode([text])[0].tolist() != tokenizer.encode(text, add_special_tokens=False).ids:
+            die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
-
-def members(path):
-    """(name, open file) of all that is in an archive, or of the file itself."""
-    if path.suffix == ".zip":
-        archive = zipfile.ZipFile(path)
-        return ((name, archive.open(name)) for name in archive.namelist())
-    if path.suffix == ".tar":
-        archive = tarfile.open(path, "r:")
-        return ((member.name, archive.extractfile(member)) for member in archive if member.isfile())
-    return [(path.name, open(path, "rb"))]
+    start = time.time()
+    texts = read_texts(paths, keep, "encode")
+    bos = find_special_ids(tokenizer_json).bos
+    lengths = encode_corpus(texts, val[keep], encode, bos, folder)
+    speed = sizes[keep].sum() / (time.time() - start)
+    meta = write_meta(folder, source, vocab_size, val[keep], sizes[keep], lengths)
+    print(
+        f"{lengths.sum():,} tokens, {sizes[keep].sum() / lengths.sum():.2f} bytes/token, "
+        f"{speed / 1e6:.1f} MB/s; train.bin has hash {meta['files']['train.bin'][1]}"
+    )
+    return meta
 
 
-def fetch_tasks(out):
-    """Each task whose folder is not there yet. Of a member's name only the last part is used, of its content 16 MiB."""
-    from eval import (
-        read_task,
-    )  # checks the counts and every record: nothing that was cut short passes
+def next_command(out, meta):
+    """Return the command that trains the demo on a prepared folder, changed where it has to be."""
+    demo = load_settings([str(Path(__file__).parent / "config" / "demo.py")], "")
+    command = ["python", "train.py", "config/demo.py"]
+    if Path(out) != Path(demo.data_dir):
+        command += [f"--data_dir={out}", f"--out_dir={Path('out', Path(out).name)}"]
+    if meta["vocab_size"] != demo.vocab_size:
+        command.append(f"--vocab_size={meta['vocab_size']}")
 
+    windows = max(1, meta["train"]["tokens"] // demo.seq_len)
+    repetitions = math.ceil(demo.max_steps * demo.batch_size / windows)
+    if repetitions > demo.repetitions:
+        command.append(f"--repetitions={repetitions}")
+    return shlex.join(command)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    flag = parser.add_argument
+    flag("--input", nargs="+", default=[], metavar="FILE", help="files or globs of text, or -")
+    flag("--out", metavar="FOLDER", help="where to write (data/pydocs; with --tasks, data/tasks)")
+    flag("--vocab_size", type=int, help="tokens of the tokenizer to be trained (1024)")
+    flag("--tokenizer", metavar="FILE", help="use this Hugging Face tokenizer.json, train none")
+    flag("--val_fraction", type=float, default=0.1, help="share of the text to hold out (0.1)")
+    flag("--tasks", action="store_true", help="download the evaluation sets; needs no text")
+    args = parser.parse_args()
+
+    if args.tasks and (args.input or args.tokenizer):
+        die("--tasks goes with --out alone")
+    if args.input and not args.out:
+        die("--input needs --out data/NAME")
+    if args.tokenizer and args.vocab_size is not None:
+        die("--vocab_size is for a new tokenizer: with --tokenizer, leave it out")
+    if args.vocab_size is None:
+        args.vocab_size = 1024
+    smallest = len(SPECIAL_TOKENS) + 256
+    if not smallest <= args.vocab_size <= 65535:
+        die(f"--vocab_size must be from {smallest} to 65535")
+    if not 0 <= args.val_fraction < 1:
+        die("--val_fraction must be a share from 0 to less than 1")
+    return args
+
+
+def find_files(patterns):
+    """Return the files that the globs stand for, sorted within each."""
+    paths = []
+    for pattern in patterns:
+        paths += sorted(glob.glob(pattern, recursive=True)) or [pattern]
+    for path in paths:
+        if path != "-" and not (os.path.isfile(path) and path.endswith(FORMATS)):
+            die(f"no such file, or none of {' '.join(FORMATS)}: {path}")
+    return paths
+
+
+def main():
+    args = parse_arguments()
+    if args.tasks:
+        from tasks import download_tasks
+
+        download_tasks(Path(args.out or "data/tasks"))
+        return
+
+    paths = find_files(args.input)
+    out = Path(args.out or "data/pydocs")
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
-        for task in (task for task in RELEASES if not (out / task).exists()):
-            wanted, *urls = RELEASES[task]
-            os.mkdir(new := Path(folder, task))
-            for url, path in ((url, Path(folder, os.path.basename(url))) for url in urls):
-                try:
-                    if not path.exists():  # ARC is one archive for two tasks
-                        with (
-                            urllib.request.urlopen(url, timeout=60) as answer,
-                            open(path, "wb") as file,
-                        ):
-                            chunks = islice(
-                                iter(lambda: answer.read(2**20), b""), 2**10
-                            )  # at most 1 GiB
-                            file.writelines(tqdm(chunks, path.name, unit="MiB", disable=None))
-                    for name, file in islice(
-                        (x for x in members(path) if Path(x[0]).match(wanted)), 99
-                    ):
-                        (new / Path(name).name).write_bytes(file.read(2**24))
-                except Exception as error:  # the network's, or either format's
-                    die(
-                        f"cannot get {url}: {error}; you can put its {wanted} into {out / task} by hand"
-                    )
-            read_task(task, folder, 0)
-            new.rename(out / task)
+        folder = Path(folder)
+        spool = folder / "stdin.jsonl"  # what is not a file becomes one, to be read in passes
+        if not paths:
+            lines = [json.dumps({"text": text}) + "\n" for text in embedded_corpus()]
+            spool.write_text("".join(lines))
+            paths = [str(spool)]
+        if "-" in paths:
+            with open(spool, "wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+            paths = [str(spool) if path == "-" else path for path in paths]
+
+        meta = prepare(paths, args.input or f"Python {sys.version}", folder, args)
+        for name in (*FILES, "meta.json"):  # the last one vouches for the others
+            os.replace(folder / name, out / name)
+    print(f"{out} is ready. Next: {next_command(out, meta)}")
 
 
 if __name__ == "__main__":
-    args = flags(__doc__, input=[], out="", tasks=False, vocab_size=1024, val_fraction=0.1)
-    paths = [
-        path
-        for pattern in args.input
-        for path in sorted(glob.glob(pattern, recursive=True)) or [pattern]
-    ]
-    bad = [
-        path
-        for path in paths
-        if path != "-" and not (os.path.isfile(path) and path.endswith(FORMATS))
-    ]
-    if not (N_SPECIAL + 256 <= args.vocab_size <= 65535 and 0 <= args.val_fraction < 1):
-        die(
-            f"--vocab_size must be from {N_SPECIAL + 256} to 65535, and --val_fraction a share from 0 to less than 1"
-        )
-    if args.input and (args.tasks or not args.out):
-        die("--input needs --out data/NAME, and no --tasks")
-    if bad:
-        die(f"no such file, or none of {' '.join(FORMATS)}: {', '.join(bad)}")
-    out = Path(args.out or ("data/tasks" if args.tasks else "data/pydocs"))
-    out.mkdir(parents=True, exist_ok=True)
-    if args.tasks:
-        sys.exit(fetch_tasks(out))
-    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
-        with open(f"{folder}/spool.jsonl", "wb") as spool:  # what is no file becomes one
-            spool.writelines(
-                embedded_corpus() if not paths else sys.stdin.buffer if "-" in paths else []
-            )
-        paths = [spool.name if path == "-" else path for path in paths or ["-"]]
-        report = prepare(
-            paths,
-            args.input or f"Python {sys.version}",
-            Path(folder),
-            args.vocab_size,
-            args.val_fraction,
-        )
-        for name in (*FILES, "meta.json"):  # the last one vouches for the others
-            os.replace(os.path.join(folder, name), out / name)
-    print(f"{out}: {report}")
+    main()
