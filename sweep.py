@@ -12,9 +12,10 @@ Settings for train.py follow a lone --, as in `sweep.py run ... -- --weight_deca
 command continues a sweep that was stopped, and only evaluates runs that are trained already.
 
 A line of the results is a run: repetitions, alpha, seed, and the columns that were measured.
-val_* are held-out losses. acc_* and logp_* come from the task heldout: accuracy in percent, and
-log-likelihood of the true completion in nats per token. average_* is the paper's score in
-percent; *_se is a standard error. A loss should be low, everything else high.
+val_* are held-out losses. acc_MODE is the accuracy on the task heldout in percent, logp_MODE the
+log-likelihood of its true completions in nats per token; of other tasks, acc_TASK_MODE and
+logp_TASK_MODE. average_MODE is the paper's score in percent, *_minus_ar a paired difference, *_se
+a standard error. A loss should be low, everything else high.
 """
 
 import argparse
@@ -273,30 +274,26 @@ def read_scores(path):
     columns = {}
     for task, modes in results["tasks"].items():
         for mode, result in modes.items():
-            if task == "heldout":
-                paired = result.get("minus_ar", {})  # by eval.py, question by question
-                columns[f"acc_{mode}"] = percent(result["accuracy"])
-                columns[f"acc_{mode}_se"] = percent(result["stderr"])
-                columns[f"acc_{mode}_minus_ar"] = percent(paired.get("accuracy"))
-                columns[f"acc_{mode}_minus_ar_se"] = percent(paired.get("accuracy_stderr"))
-                columns[f"logp_{mode}"] = result["nats_per_token"]
-                columns[f"logp_{mode}_se"] = result["nats_per_token_stderr"]
-                columns[f"logp_{mode}_minus_ar"] = paired.get("nats_per_token")
-                columns[f"logp_{mode}_minus_ar_se"] = paired.get("nats_per_token_stderr")
-            else:
-                columns[f"{task}_{mode}"] = percent(result["accuracy"])
-                columns[f"{task}_{mode}_se"] = percent(result["stderr"])
+            name = mode if task == "heldout" else f"{task}_{mode}"
+            columns |= name_columns(name, result)
+            if "minus_ar" in result:  # paired by eval.py, question by question
+                columns |= name_columns(f"{name}_minus_ar", result["minus_ar"])
 
     average = results["average"]
     for mode, score in average.items():
-        columns[f"average_{mode}"] = percent(score)
+        columns[f"average_{mode}"] = 100 * score
         if mode != "ar" and "ar" in average:
-            columns[f"average_{mode}_minus_ar"] = percent(score - average["ar"])
-    return {name: value for name, value in columns.items() if value is not None}
+            columns[f"average_{mode}_minus_ar"] = 100 * (score - average["ar"])
+    return columns
 
 
-def percent(share):
-    return None if share is None else 100 * share
+def name_columns(name, result):
+    """Return accuracy and log-likelihood as columns; of a single question there is no error."""
+    columns = {f"acc_{name}": 100 * result["accuracy"], f"logp_{name}": result["nats_per_token"]}
+    if result["stderr"] is not None:
+        columns[f"acc_{name}_se"] = 100 * result["stderr"]
+        columns[f"logp_{name}_se"] = result["nats_per_token_stderr"]
+    return columns
 
 
 # ---- table: means over seeds, differences between alphas -----------------------------------------

@@ -146,23 +146,19 @@ def trained(tmp_path, monkeypatch):
     return calls
 
 
-def eval_report(modes, tasks=("heldout",)):
+def eval_report(modes, tasks=("heldout",), error=0.02):
     """Return what eval.py --json writes."""
     report = {"tasks": {}, "average": {}}
     for task in tasks:
-        row = report["tasks"][task] = {}
+        report["tasks"][task] = {}
         for mode in modes:
-            row[mode] = {"accuracy": 0.5, "stderr": 0.02, "normalized": 1 / 3, "n": 100}
-            if task == "heldout":
-                row[mode] |= {"nats_per_token": -1.5, "nats_per_token_stderr": 0.03}
-                if mode != "ar" and "ar" in modes:
-                    row[mode]["minus_ar"] = {
-                        "accuracy": 0.01,
-                        "accuracy_stderr": 0.005,
-                        "nats_per_token": 0.002,
-                        "nats_per_token_stderr": None,
-                    }
-            else:
+            result = {"accuracy": 0.5, "stderr": error, "normalized": 1 / 3, "n": 100}
+            result |= {"nats_per_token": -1.5, "nats_per_token_stderr": error}
+            if mode != "ar" and "ar" in modes:
+                result["minus_ar"] = {"accuracy": 0.01, "stderr": error and error / 4}
+                result["minus_ar"] |= {"nats_per_token": 0.002, "nats_per_token_stderr": error}
+            report["tasks"][task][mode] = result
+            if task != "heldout":
                 report["average"][mode] = {"ar": 0.25, "prefix": 0.26}.get(mode, 0.2)
     return report
 
@@ -190,7 +186,7 @@ def test_a_line_holds_what_was_measured(tmp_path, call, trained):
         "acc_ar": 50.0,
         "acc_ar_se": 2.0,
         "logp_ar": -1.5,
-        "logp_ar_se": 0.03,
+        "logp_ar_se": 0.02,
     }
 
 
@@ -244,32 +240,42 @@ def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, call, trained)
 @pytest.mark.parametrize(
     "modes, tasks, present, absent",
     [
-        (["ar"], ["heldout"], "acc_ar logp_ar_se", "acc_prefix acc_prefix_minus_ar average_ar"),
-        (["prefix"], ["heldout"], "acc_prefix logp_prefix", "acc_ar acc_prefix_minus_ar"),
-        (["pll1"], ["heldout"], "acc_pll1 logp_pll1", "acc_pll acc_pll1_minus_ar"),
-        (
-            ["ar", "prefix", "pll1", "pll6", "pll"],
-            ["heldout"],
-            "acc_pll1 acc_pll6 acc_pll logp_pll6 acc_prefix_minus_ar acc_prefix_minus_ar_se "
-            "logp_prefix_minus_ar acc_pll6_minus_ar",
-            "logp_prefix_minus_ar_se average_ar",  # the error is not known
-        ),
-        (
-            ["ar", "prefix"],
-            ["piqa"],
-            "piqa_ar piqa_ar_se average_prefix_minus_ar",
-            "acc_ar logp_ar",
-        ),
-        (["prefix"], ["piqa", "heldout"], "average_prefix acc_prefix", "average_prefix_minus_ar"),
+        ("ar", "heldout", "acc_ar logp_ar_se", "acc_prefix acc_prefix_minus_ar average_ar"),
+        ("prefix", "heldout", "acc_prefix logp_prefix", "acc_ar acc_prefix_minus_ar"),
+        ("pll1", "heldout", "acc_pll1 logp_pll1", "acc_pll acc_pll1_minus_ar"),
+        ("ar pll1 pll6 pll", "heldout", "acc_pll1 acc_pll6 acc_pll logp_pll6", "acc_prefix"),
+        ("ar pll6", "heldout", "acc_pll6_minus_ar logp_pll6_minus_ar_se", "average_pll6"),
+        ("ar prefix", "piqa", "acc_piqa_ar_se logp_piqa_prefix_minus_ar", "acc_ar logp_ar"),
+        ("ar prefix", "piqa", "average_ar average_prefix_minus_ar", "average_pll"),
+        ("prefix", "piqa heldout", "average_prefix acc_prefix", "average_prefix_minus_ar"),
     ],
 )
 def test_columns_are_what_was_measured(tmp_path, modes, tasks, present, absent):
-    (tmp_path / "eval.json").write_text(json.dumps(eval_report(modes, tasks)))
+    report = eval_report(modes.split(), tasks.split())
+    (tmp_path / "eval.json").write_text(json.dumps(report))
     columns = sweep.read_scores(tmp_path / "eval.json")
     assert set(present.split()) <= set(columns)
     assert not set(absent.split()) & set(columns)
-    assert columns.get("average_prefix_minus_ar", 1) == pytest.approx(1)
-    assert columns.get("acc_prefix_minus_ar_se", 0.5) == pytest.approx(0.5)
+
+
+def test_scores_are_percentages_and_nats(tmp_path):
+    path = tmp_path / "eval.json"
+    path.write_text(json.dumps(eval_report(["ar", "prefix"], ["heldout", "piqa"])))
+    columns = sweep.read_scores(path)
+    for name, value in {
+        "acc_prefix": 50,
+        "acc_prefix_minus_ar": 1,
+        "acc_prefix_minus_ar_se": 0.5,
+        "logp_prefix_minus_ar": 0.002,
+        "average_prefix_minus_ar": 1,
+    }.items():
+        assert columns[name] == pytest.approx(value), name
+
+
+def test_a_single_question_has_no_error(tmp_path):
+    path = tmp_path / "eval.json"
+    path.write_text(json.dumps(eval_report(["ar", "prefix"], error=None)))
+    assert not [name for name in sweep.read_scores(path) if name.endswith("_se")]
 
 
 @pytest.mark.parametrize("flag", ["--alphas=1/0", "--seeds=x", "--repetitions=8,", "--alphas="])
@@ -290,13 +296,13 @@ def test_what_train_refuses_is_passed_on(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def tiny_grid(corpus, folder, **settings):
-    """Return the command of a sweep with one small run, two slots of two threads."""
+def tiny_grid(corpus, folder, repetitions=20, **settings):
+    """Return the command of a sweep with one small run, and the settings behind its --."""
     (folder / "c.py").write_text("")
     arguments = flags(data_dir=corpus / "data/tiny", **settings)
     own = ("--alpha", "--repetitions")
     arguments = [argument for argument in arguments if not argument.startswith(own)]
-    command = ["run", "--config", "c.py", "--repetitions", "20", "--alphas", "1/2"]
+    command = ["run", "--config", "c.py", "--repetitions", str(repetitions), "--alphas", "1/2"]
     return ["sweep.py", *command, "--results", "out/r.jsonl"], ["--", *arguments]
 
 
@@ -351,22 +357,26 @@ def test_a_stopped_sweep_saves_and_continues(corpus, tmp_path):
 
 def test_no_run_outlives_a_sweep_that_was_killed(corpus, tmp_path):
     """Nobody reads what train.py prints any more: it ends at its next line."""
-    command, settings = tiny_grid(corpus, tmp_path, max_steps=10**5, save_interval=0)
-    settings += ["--repetitions=100000", "--eval_interval=0"]
-    log = tmp_path / "out/R20_a1_2_s1/log.jsonl"
+    fcntl = pytest.importorskip("fcntl")
+    settings = {"max_steps": 10**5, "save_interval": 0, "eval_interval": 0}
+    command, settings = tiny_grid(corpus, tmp_path, repetitions=10**5, **settings)
+    folder = tmp_path / "out/R100000_a1_2_s1"
+    log = folder / "log.jsonl"
+
+    def is_locked():
+        with open(folder / ".lock") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
     sweeping = start([*command, *settings], tmp_path)
     wait_for(lambda: log.exists() and log.stat().st_size > 0)
+    assert is_locked()
     sweeping.kill()
     sweeping.wait()
-    size = -1
-
-    def is_quiet():
-        nonlocal size
-        before, size = size, log.stat().st_size
-        time.sleep(2)
-        return before == size
-
-    wait_for(is_quiet)
+    wait_for(lambda: not is_locked())
 
 
 # ---- table ---------------------------------------------------------------------------------------
