@@ -16,9 +16,11 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fractions import Fraction
+from pathlib import Path
 
 from errors import die, report
 
@@ -55,11 +57,10 @@ if not sys.argv[1:]:
     die("which run? For a first one: python prepare.py && python train.py config/demo.py; or -h")
 s = load_settings(sys.argv[1:], __doc__)
 device, dtype = choose_device(s.device, s.dtype)
+rank, world = join_ranks(device)
 n_slots = s.batch_size // s.micro_batch_size  # in a step; each is a micro-batch of one objective
-world = int(os.environ.get("WORLD_SIZE", 1))
 if n_slots % world != 0:
     die(f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size)")
-rank, world = join_ranks(device)
 
 
 def say(*text):
@@ -161,8 +162,10 @@ if rank == 0:
     if s.wandb:
         import wandb
 
-        # The same id after a resume: the same run there.
-        run_id = os.path.abspath(s.out_dir).replace("/", "-").strip("-")
+        id_file = Path(s.out_dir, "wandb_id")  # a resumed run continues the same one there
+        if not (resume and id_file.exists()):
+            id_file.write_text(uuid.uuid4().hex)
+        run_id = id_file.read_text()
         wandb.init(project="nanodual", name=s.out_dir, id=run_id, resume="allow", config=vars(s))
 
 
@@ -172,7 +175,7 @@ bits_per_byte = 1 / (math.log(2) * bytes_per_token(corpus, s))  # of one nat per
 
 @torch.no_grad()
 def validate():
-    """Return both held-out losses, in nats per token and bits per byte; alike on any world."""
+    """Return both held-out losses, in nats per token and bits per byte, on any world."""
     total = torch.zeros(3, dtype=torch.float64)  # sum of AR losses, of MD losses; targets
     silent = True if rank > 0 else None  # None: unless someone is watching at a terminal
     batches = tqdm(val_batches(corpus, s), "validation", leave=False, disable=silent)
@@ -225,7 +228,7 @@ def write_record(record):
         cells.append(f"{name} {value}")
     if "tok_per_s" in record:
         tokens_left = (s.max_steps - step) * tokens_per_step
-        cells.append(f"ETA {timedelta(seconds=tokens_left // record['tok_per_s'])}")
+        cells.append(f"ETA {timedelta(seconds=tokens_left // max(record['tok_per_s'], 1))}")
     say(" | ".join(cells))
     if rank == 0:
         log_file.write(json.dumps(record) + "\n")
@@ -302,11 +305,10 @@ while True:
                 record["tok_per_s"] = round((step - logged_step) * tokens_per_step / seconds)
             if due(s.eval_interval):
                 record |= validate()
-            if last:
-                history = [*records, record]
-                record["done"] = True
-                record["overfit"] = overfits(history, "ar") or overfits(history, "md")
             records.append(record)
+            if last:
+                record["done"] = True
+                record["overfit"] = overfits(records, "ar") or overfits(records, "md")
             running = {"ar": [0.0, 0.0], "md": [0.0, 0.0]}
     if step > first_step:
         names = ["ckpt_decay.pt"] if decay_begins else []
