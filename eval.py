@@ -1,448 +1,687 @@
 """
-Zero-shot multiple choice on the paper's nine tasks: one checkpoint, four ways to score a completion.
+Score a checkpoint, zero-shot, on the paper's nine tasks and on held-out text.
 
-    python eval.py --ckpt out/run                             # ar, prefix, pll with 1 and with 6 masks
-    python eval.py --ckpt out/run --tasks arc_easy,piqa --modes pll,mc --pll 1,2,3,4,5,6 --limit 100 --json result.json
-    python eval.py --dump strings.jsonl                       # every string as rendered, no model needed
-    torchrun --nproc_per_node=8 eval.py --ckpt out/run        # the same numbers, sooner
+    python eval.py --ckpt out/run                       # ar, prefix, pll with 1 and with 6 masks
+    python eval.py --ckpt out/run --tasks arc_easy,piqa --limit 100 --json result.json
+    python eval.py --ckpt out/run --pll 1,2,3,4,5,6     # also the paper's table of combinations
+    python eval.py --dump strings.jsonl                 # every string as rendered; no model needed
+    torchrun --nproc_per_node=8 eval.py --ckpt out/run  # the same numbers, sooner
 
-Tasks: the folders in --data, or, if there are none, `heldout`, made of the validation split; --limit documents of each
-subtask. Modes: ar (causal), prefix (bidirectional context), pll (pseudo log-likelihood, n masks), mc (Monte Carlo, --mc
-draws or 256). After an interruption the same command goes on, from eval-HASH.json beside CKPT.
+A mode is a way to compute log p(completion | context). All modes use the same weights:
+
+    ar      causal attention
+    prefix  a bidirectional context, then a causal completion
+    pll     pseudo log-likelihood: bidirectional; each token in turn is hidden behind n masks
+    chain   the same, with everything from that token on masked: a likelihood, as ar is
+    mc      Monte-Carlo estimate of the masked-diffusion objective
+
+The tasks are the folders in --data or, if there are none, `heldout`: find the true continuation of
+a passage of the validation split among four. The same command resumes an interrupted evaluation,
+task by task, from eval-HASH.json beside the checkpoint.
 """
 
-import collections, csv, hashlib, itertools, json, os, pathlib, re, sys
+import argparse
+import hashlib
+import itertools
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from errors import die, report, suggest, write_atomically
+
+if __name__ == "__main__":
+    sys.excepthook = report
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.random import default_rng
 from tqdm import tqdm
-from configurator import die, flags, suggest
-from data import default_rng, fingerprint, open_data
-from model import BOS, MASK, load_model, make_mask
 
-TOKENS, PADDING = 2**14 if torch.cuda.is_available() else 2**9, 0.03  # of a batch, at most
-PACK, CHUNK = 8, 2**16  # completions in a row, rows planned at a time
-rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+from checkpoint import find_checkpoint, load_model
+from data import fingerprint, open_corpus
+from device import choose_device, join_ranks, sum_over_ranks
+from model import make_mask
+from tasks import TASKS, Document, Task, read_task
 
-# ---- the tasks: n documents in n_files raw release files; chance is the paper's random baseline ----------------------
-Task = collections.namedtuple("Task", "score chance n n_files file labels", defaults=("",))
-TASKS = {
-    "arc_easy": Task("char", 1 / 4, 2376, 1, "ARC-Easy-Test.jsonl"),
-    "arc_challenge": Task("pmi", 1 / 4, 1172, 1, "ARC-Challenge-Test.jsonl"),
-    "blimp": Task("raw", 1 / 2, 67000, 67, "*.jsonl"),
-    "commonsenseqa": Task("pmi", 1 / 5, 1221, 1, "dev_rand_split.jsonl"),
-    "hellaswag": Task("char", 1 / 4, 10042, 1, "hellaswag_val.jsonl"),
-    "mmlu": Task("char", 1 / 4, 14042, 57, "*_test.csv"),
-    "openbookqa": Task("pmi", 1 / 4, 500, 1, "test.jsonl"),
-    "piqa": Task("char", 1 / 2, 1838, 1, "valid.jsonl", "valid-labels.lst"),
-    "socialiqa": Task("char", 1 / 3, 1954, 1, "dev.jsonl", "dev-labels.lst"),
-    "heldout": Task("raw", 1 / 4, 200, 0, ""),
-}  # at most n; not one of the nine
-Document = collections.namedtuple(
-    "Document", "subtask doc context completions gold tokens", defaults=(None,)
-)
+ALL_TASKS = TASKS | {"heldout": Task("raw", chance=1 / 4, n_documents=1000)}
+MODES = ["ar", "prefix", "pll", "chain", "mc"]
+UNCONDITIONAL = "Answer:"  # the context of PMI's second term
+
+MAX_TOKENS = {"cpu": 2**9, "cuda": 2**14}  # of a batch
+MAX_PADDING = 0.05  # of a row
+MAX_BRANCHES = 8  # completions in a row
+CHUNK = 512  # items whose rows are planned together
 
 
-def render(task, r, tag):
-    """A record -> context, completions, index of the right one: as OLMES has them. `tag`: the subtask or the label."""
-    if task == "blimp":  # as a training document begins, right after <s>
-        return "", [r["sentence_good"], r["sentence_bad"]], 0
-    if task == "hellaswag":
-        texts = [f"{r['activity_label']}: {r['ctx_a']} {r['ctx_b'].capitalize()}", *r["endings"]]
-        texts = [
-            re.sub(r"\[.*?\]", "", re.sub(r"\.? \[title\]", ". ", x.strip())).replace("  ", " ")
-            for x in texts
-        ]
-        return texts[0], [" " + x for x in texts[1:]], int(r["label"])
-    if task == "mmlu":
-        text, a, b, c, d, key = r
-        line = f"The following are multiple choice questions (with answers) about {tag.replace('_', ' ')}."
-        return (
-            f"{line}\n\nQuestion: {text.strip()}\nAnswer:",
-            [" " + x for x in (a, b, c, d)],
-            list("ABCD").index(key),
-        )
-    if task == "piqa":
-        return f"Goal: {r['goal']}\nAnswer:", [" " + r["sol1"], " " + r["sol2"]], int(tag)
-    if task == "socialiqa":
-        context = f"Question: {r['context']} {r['question']}\nAnswer:"
-        return context, [" " + r["answer" + x] for x in "ABC"], int(tag) - 1
-    labels, texts = zip(
-        *((x["label"], " " + x["text"]) for x in r["question"]["choices"])
-    )  # 3 to 5, letters or digits
-    return (
-        f"Question: {r['question']['stem']}\nAnswer:",
-        texts,
-        labels.index(r["answerKey"].strip()),
-    )
+class Item(NamedTuple):
+    """One number to find: log p(completion | context). The context begins with <s>."""
+
+    context: tuple[int, ...]
+    completion: tuple[int, ...]
 
 
-def read_task(name, folder, limit):
-    """The documents of a task, the first `limit` of each file; numbered over all files: a limit renumbers none."""
-    task, folder, documents, n = TASKS[name], pathlib.Path(folder, name), [], 0
-    paths, again = (
-        sorted(folder.glob(task.file)),
-        f"remove {folder} and run: python prepare.py --tasks",
-    )
-    labels = (
-        (folder / task.labels).read_text("utf-8", "replace").split()
-        if task.labels and paths
-        else []
-    )
-    for path in paths:
-        subtask, first = path.stem.removesuffix("_test") if task.n_files > 1 else None, n
-        try:
-            with open(path, encoding="utf-8", newline="") as f:
-                for record in csv.reader(f) if path.suffix == ".csv" else map(json.loads, f):
-                    d = Document(
-                        subtask, n, *render(name, record, labels[n] if task.labels else subtask)
-                    )
-                    if not all(map(str.strip, d.completions)) or d.gold not in range(
-                        len(d.completions)
-                    ):
-                        raise ValueError(
-                            f"an empty completion, or none right: number {d.gold} of {d.completions}"
-                        )
-                    documents += [d] * (not limit or n - first < limit)
-                    n += 1
-        except Exception as error:  # whatever a wrong record leads to
-            die(
-                f"{path}, record {n - first + 1} is wrong ({type(error).__name__}: {error}); if it is damaged, {again}"
-            )
-    if len(paths) != task.n_files or (
-        len(documents) < task.n_files * min(limit, 100) if limit else n != task.n
-    ):
+class Question(NamedTuple):
+    """A document, and an item for each of its completions."""
+
+    document: Document
+    given: list[Item]  # given the document's context
+    unconditional: list[Item]  # given "Answer:" instead, for PMI
+
+
+class Row(NamedTuple):
+    """One input of the model: a trunk, and branches that continue it, blind to one another."""
+
+    trunk: tuple[int, ...]
+    branches: tuple[tuple[int, ...], ...]  # always causal
+    bidirectional: bool  # whether the trunk sees itself in both directions
+
+
+class Read(NamedTuple):
+    """Add weight * log p(target) to the item's score. The state at `place` predicts the target."""
+
+    place: int
+    target: int
+    item: Item
+    weight: float = 1.0
+
+
+# ---- documents become questions ------------------------------------------------------------------
+def make_questions(task, documents, trained):
+    """Return the questions of a task, and the number of contexts that were cut."""
+    questions = []
+    n_cut = 0
+    for document in documents:
+        given, is_cut = encode_items(document.context, document.completions, trained)
+        unconditional = []
+        if task.score == "pmi":
+            unconditional, _ = encode_items(UNCONDITIONAL, document.completions, trained)
+        questions.append(Question(document, given, unconditional))
+        if is_cut:
+            n_cut += 1
+    return questions, n_cut
+
+
+def encode_items(context, completions, trained):
+    """Return an item for each completion of a context, and whether the context was cut.
+
+    Context and completion are encoded together, as one text, and split where the context alone
+    ends. Where they exceed the window of training, the context loses its beginning.
+    """
+    texts = [context, *(context + completion for completion in completions)]
+    encodings = trained.tokenizer.encode_batch(texts, add_special_tokens=False)
+    alone, *joint = [encoding.ids for encoding in encodings]
+    border = len(alone)
+    for ids in joint:
+        if ids[:border] != alone or len(ids) == border:
+            die(f"no token border after {context!r}, or no token there: choose other --tasks")
+
+    excess = 1 + max(len(ids) for ids in joint) - trained.settings.seq_len  # 1 is for <s>
+    start = min(max(excess, 0), border)
+    kept = (trained.special.bos, *alone[start:])
+    return [Item(kept, tuple(ids[border:])) for ids in joint], start > 0
+
+
+def heldout_questions(trained, n_questions, n_context=0, n_completion=0):
+    """Return questions about held-out passages: the true continuation against three others.
+
+    The others continue other passages, and all have n_completion tokens. The order of the passages
+    is fixed: models that were trained on the same data get the same questions.
+    """
+    s = trained.settings
+    corpus = open_corpus(s.data_dir, s.vocab_size)
+    if trained.checkpoint.get("data", corpus.files) != corpus.files:
+        die(f"{s.data_dir} is not what this checkpoint was trained on: choose other --tasks")
+    n_completion = n_completion or max(1, min(32, s.seq_len // 4))
+    n_context = n_context or 2 * n_completion
+    length = n_context + n_completion
+
+    tokens, starts = corpus.val
+    places = []  # where passages start
+    for start, end in itertools.pairwise(starts.tolist()):
+        places += range(start + 1, end - length + 1, length)  # a document's first token is <s>
+    if len(places) < 4 or length >= s.seq_len:
         die(
-            f"{folder}: {n:,} records in {len(paths)} files {task.file}, not {task.n:,} in {task.n_files}; {again}"
+            f"{s.data_dir} has {len(places)} held-out passages of {length} tokens, and the window "
+            f"of this model has {s.seq_len}: shorten --context {n_context} or "
+            f"--completion {n_completion}, or choose other --tasks"
         )
-    return documents
+    places = default_rng(0).permutation(places)
+
+    def passage(number):
+        start = places[number % len(places)]
+        ids = tuple(tokens[start : start + length].tolist())
+        return ids[:n_context], ids[n_context:]
+
+    questions = []
+    for number in range(min(n_questions, len(places))):
+        context, true_completion = passage(number)
+        completions = [passage(number + i)[1] for i in (1, 2, 3)]
+        gold = number % 4
+        completions.insert(gold, true_completion)
+        text = trained.tokenizer.decode(context)
+        texts = trained.tokenizer.decode_batch(completions)
+        items = [Item((trained.special.bos, *context), completion) for completion in completions]
+        questions.append(Question(Document(None, number, text, texts, gold), items, []))
+    return questions
 
 
-def heldout(checkpoint, tokenizer, limit):
-    """Of passages of held-out documents: the true continuation against three of other passages, all of one length."""
-    data, meta = open_data((s := checkpoint["settings"]).data_dir, s.vocab_size)
-    (tokens, starts), K = data["val"], max(1, min(32, s.seq_len // 4))
-    passages = [
-        tokens[i : i + 3 * K].tolist()
-        for start, end in zip(starts[:-1].tolist(), starts[1:].tolist())
-        for i in range(start + 1, end - 3 * K + 1, 3 * K)
-    ]
-    if checkpoint.get("data", meta["files"]) != meta["files"] or len(passages) < 4:
-        die(
-            f"{s.data_dir} is not what this checkpoint was trained on, or too short for heldout: choose other --tasks"
-        )
-    passages = default_rng(0).permutation(passages).tolist()[: TASKS["heldout"].n]
-    for n, passage in enumerate(passages[: limit or None]):
-        c, ends = (
-            passage[: 2 * K],
-            [passages[(n + (i - n) % 4) % len(passages)][2 * K :] for i in range(4)],
-        )
-        yield Document(
-            None,
-            n,
-            tokenizer.decode(c),
-            tokenizer.decode_batch(ends),
-            n % 4,
-            [c, *(c + w for w in ends)],
-        )
+# ---- modes: items become rows, each with what is to be read from it ------------------------------
+def make_modes(asked, mask_counts, n_draws, mask):
+    """Return {name: function}. A function yields rows and their reads, given sorted items."""
+    modes = {}
+    if "ar" in asked:
+        modes["ar"] = partial(causal_rows, bidirectional_context=False)
+    if "prefix" in asked:
+        modes["prefix"] = partial(causal_rows, bidirectional_context=True)
+    if "pll" in asked:
+        for n in mask_counts:
+            modes[f"pll{n}"] = partial(pll_rows, n_masks=n, mask=mask)
+    if "chain" in asked:
+        modes["chain"] = partial(pll_rows, n_masks=sys.maxsize, mask=mask)
+    if "mc" in asked:
+        modes["mc"] = partial(mc_rows, n_draws=n_draws, mask=mask)
+    return modes
 
 
-# ---- what is to be computed: items, then rows and what is read from them ---------------------------------------------
-def make_items(documents, tokenizer, window, pmi, counts):
-    """Items (context, completion, doc, choice): log p(completion | context) is to be found. One for each choice of each
-    document and, with pmi, the same again given `Answer:`. A choice that repeats another one has its number."""
-    items = []
-    for d, context in [(d, d.context) for d in documents] + [
-        (d, "Answer:") for d in documents
-    ] * pmi:
-        texts = [context + w for w in ("", *d.completions)]
-        alone, *joint = d.tokens or (
-            x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False)
-        )
-        if any(ids[: len(alone)] != alone or ids == alone for ids in joint):
-            die(
-                f"a token lies across the end of {context!r}, or a completion has none: choose other --tasks"
-            )
-        start = max(
-            0, min(len(alone), max(map(len, joint)) + 1 - window)
-        )  # of the context; completions stay whole
-        counts["truncated"] += start > 0 and context == d.context
-        items += [
-            ((BOS, *alone[start:]), tuple(ids[len(alone) :]), d.doc, joint.index(ids))
-            for ids in joint
-        ]
-    return items
+def causal_rows(items, bidirectional_context):
+    """Eq. 2: log p(w | c) = sum_i log p(w_i | c, w_<i). Completions of one context share a row."""
+    for context, group in itertools.groupby(items, key=lambda item: item.context):
+        group = list(group)
+        for first in range(0, len(group), MAX_BRANCHES):
+            branches, reads = [], []
+            end = len(context)
+            for item in group[first : first + MAX_BRANCHES]:
+                w = item.completion
+                reads.append(Read(len(context) - 1, w[0], item))  # the context predicts w[0],
+                for i in range(1, len(w)):
+                    reads.append(Read(end + i - 1, w[i], item))  # w[i - 1] predicts w[i],
+                branches.append(w[:-1])  # the last token predicts nothing
+                end += len(w) - 1
+            # A lone <s> is the same in both directions: here ar and prefix share their row.
+            bidirectional = bidirectional_context and len(context) > 1
+            yield Row(context, tuple(branches), bidirectional), reads
 
 
-# A row is (int32 (T, 3) as bytes: token, segment, position; prefix), as model.make_mask takes them. A read of it is
-# (index, target, column, item, weight): scores[column, item] += weight * log p(target). A token is read at its left.
-def causal_reads(items, modes):
-    """log p(w | c) = sum_i log p(w_i | c, w_<i); in mode prefix the context is bidirectional. Completions of a context
-    share a row: the context is segment 0, each of them, without its last token, a segment after it."""
-    contexts = {}
-    for i, (c, w, _, _) in enumerate(items):
-        contexts.setdefault(c, {}).setdefault(w, []).append(i)
-    for c, users in contexts.items():
-        completions = sorted(users, key=len)
-        for first in range(0, len(users), PACK):
-            row, reads = [(token, 0, p) for p, token in enumerate(c)], []
-            for segment, w in enumerate(completions[first : first + PACK], 1):
-                places = len(c) - 1, *range(len(row), len(row) + len(w) - 1)
-                reads += [(place, target, i) for place, target in zip(places, w) for i in users[w]]
-                row += [(token, segment, p) for p, token in enumerate(w[:-1], len(c))]
-            for mode in (mode for mode in modes if mode in ("ar", "prefix")):
-                yield (
-                    (np.array(row, np.int32).tobytes(), len(c) * (mode == "prefix")),
-                    [(place, target, modes.index(mode), i, 1.0) for place, target, i in reads],
-                )
+def pll_rows(items, n_masks, mask):
+    """Pseudo log-likelihood: sum_i log p(w_i | c, w_<i, n masks, w_>=i+n), a row for each i."""
+    for item in items:
+        c, w = item
+        for i in range(len(w)):
+            n = min(n_masks, len(w) - i)
+            row = Row(c + w[:i] + (mask,) * n + w[i + n :], (), True)
+            yield row, [Read(len(c) + i - 1, w[i], item)]
 
 
-def masked_reads(items, modes, N, task):
-    """Bidirectional attention, masks in the completion: a column for each pll, N columns from that of mc on."""
-    plls = [(column, int(mode[3:])) for column, mode in enumerate(modes) if mode.startswith("pll")]
-    for i, (c, w, doc, choice) in enumerate(items):
-        x0, L = np.array([(token, 0, p) for p, token in enumerate(c + w)], np.int32), len(w)
-        # pll: sum_i log p(w_i | c, w_<i, n masks, w_>=i+n)
-        patterns = [
-            (range(j, min(j + n, L)), [j], column, 1.0) for column, n in plls for j in range(L)
-        ]
-        # mc: int_0^1 E[1/t sum of log p(w_i | c, w^t) over masked i] dt = E[L/k sum over k masked], k ~ U{1..L}, N
-        # of them from one jittered grid; masks depend on (task, doc, choice): they are the same in both contexts of PMI
-        generator = default_rng((1, list(TASKS).index(task), doc, choice))
-        for column, u in enumerate((np.arange(N) + generator.random()) / max(N, 1), len(modes) - 1):
-            masked = generator.permutation(L)[: min(1 + int(u * L), L)].tolist()
-            patterns.append((masked, masked, column, L / len(masked)))
-        for masked, read, column, weight in patterns:
-            xt = x0.copy()
-            xt[[len(c) + j for j in masked], 0] = MASK
-            yield (xt.tobytes(), len(xt)), [(len(c) + j - 1, w[j], column, i, weight) for j in read]
+def mc_rows(items, n_draws, mask):
+    """Eq. 4 by Monte Carlo: int_0^1 E[1/t * sum of log p(w_i) over the masked i] dt.
+
+    As in training (see md_example), this is the mean of L/k * sum of log p over k masked tokens of
+    L, where k is uniform on 1..L. The draws of k lie on one jittered grid.
+    """
+    for item in items:
+        c, w = item
+        L = len(w)
+        generator = default_rng(w)  # the same masks in both contexts of PMI
+        for u in (np.arange(n_draws) + generator.random()) / n_draws:
+            k = min(1 + int(u * L), L)
+            wt = list(w)
+            reads = []
+            for i in generator.permutation(L)[:k].tolist():
+                wt[i] = mask
+                reads.append(Read(len(c) + i - 1, w[i], item, weight=L / k / n_draws))
+            yield Row(c + tuple(wt), (), True), reads
 
 
-# ---- computing it ----------------------------------------------------------------------------------------------------
+# ---- computing -----------------------------------------------------------------------------------
+def distinct_items(questions):
+    """Return the items of all questions, each once: sorted by length, contexts side by side."""
+    items = set()
+    for question in questions:
+        items.update(question.given, question.unconditional)
+    return sorted(items, key=lambda x: (len(x.context), x.context, len(x.completion), x.completion))
+
+
+def score(model, items, modes, rank=0, world=1):
+    """Return {mode: log-likelihood of each item}, and the numbers of rows, tokens and padding.
+
+    Equal rows are computed once, whichever items and modes they belong to. Sums are integers in
+    units of 2^-32 nats: they are exact, hence the same on any number of ranks.
+    """
+    max_tokens = MAX_TOKENS.get(model.embed.weight.device.type, MAX_TOKENS["cpu"])
+    totals = {mode: dict.fromkeys(items, 0) for mode in modes}
+    counts = Counter()
+    quiet = True if rank > 0 else None  # None: quiet without a terminal
+    for first in tqdm(range(0, len(items), CHUNK), disable=quiet):
+        wanted = defaultdict(list)  # {row: [(mode, read), ...]}
+        for mode, make_rows in modes.items():
+            for row, reads in make_rows(items[first : first + CHUNK]):
+                wanted[row] += [(mode, read) for read in reads]
+
+        for number, rows in enumerate(make_batches(wanted, max_tokens), start=first // CHUNK):
+            if number % world == rank:
+                add_log_probabilities(totals, model, rows, wanted)
+            n_tokens = sum(length(row) for row in rows)
+            padding = len(rows) * length(rows[0]) - n_tokens
+            counts.update(rows=len(rows), tokens=n_tokens, padding=padding)
+
+    table = torch.tensor([list(totals[mode].values()) for mode in modes])
+    nats = sum_over_ranks(table).double() / 2**32
+    return dict(zip(modes, nats.tolist())), counts
+
+
+def length(row):
+    return len(row.trunk) + sum(len(branch) for branch in row.branches)
+
+
+def make_batches(rows, max_tokens):
+    """Yield lists of rows that have almost the same length, the longest first."""
+    batch = []
+    for row in sorted(rows, key=length, reverse=True):
+        longest = length(batch[0]) if batch else length(row)
+        is_full = (len(batch) + 1) * longest > max_tokens
+        is_short = length(row) < (1 - MAX_PADDING) * longest
+        if batch and (is_full or is_short):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
 @torch.inference_mode()
-def read_batch(model, rows, reads, scores):
-    """One forward pass, with a dense mask (too many lengths to compile one), to the end only where it is read."""
-    contents = [
-        torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, 3) for content, _ in rows
-    ]
-    x = torch.nn.utils.rnn.pad_sequence(
-        contents, True, -1
-    ).long()  # (B, T, 3); padding is a segment of its own
-    device, T = model.embed.weight.device, x.shape[1]
-    mask = make_mask(x[..., 1], x[..., 2], torch.tensor([prefix for _, prefix in rows])).to(device)
-    place, target, column, item, weight = zip(
-        *((b * T + index, *r) for b, rs in enumerate(reads) for index, *r in rs)
-    )
-    places, back = np.unique(place, return_inverse=True)
-    h = model.hidden(
-        x[..., 0].clamp(0).to(device), mask, x[..., 2].to(device), None, torch.from_numpy(places)
-    )
-    logp = torch.log_softmax(model.head(h).float(), -1)[back, target].cpu().double().numpy()
-    # in units of 2^-32, whose sums are exact: any number of ranks gives the same
-    np.add.at(scores, (column, item), np.round(weight * logp * 2**32) / 2**32)
+def add_log_probabilities(totals, model, rows, wanted):
+    """Run the model on a batch of rows, and add what is read from them to totals[mode][item]."""
+    uses, places, targets = [], [], []
+    for b, row in enumerate(rows):
+        for mode, read in wanted[row]:
+            uses.append((mode, read))
+            places.append((b, read.place))
+            targets.append(read.target)
+
+    device = model.embed.weight.device
+    tokens, segments, positions, prefix = [array.to(device) for array in pad_batch(rows)]
+    # The mask is dense, because FlexAttention would be compiled anew for each shape of a batch.
+    h = model.hidden(tokens, make_mask(segments, positions, prefix), positions)
+    row_index, place = torch.tensor(places, device=device).T
+    logits = model.head(h[row_index, place]).float()
+    losses = F.cross_entropy(logits, torch.tensor(targets, device=device), reduction="none")
+    if not losses.isfinite().all():
+        die("this model's predictions are not finite: its training has diverged")
+    for (mode, read), loss in zip(uses, losses.tolist()):
+        totals[mode][read.item] += round(-loss * read.weight * 2**32)
 
 
-def score(model, task, modes, items, N, counts):
-    """{mode: log-likelihoods of the items}; mc, with N draws, is the last mode. Equal rows of all modes are computed
-    once; sorted by length, they form batches with little padding, dealt whole to the ranks."""
-    scores, size = (
-        np.zeros((len(modes) + max(N - 1, 0), len(items))),
-        CHUNK // max(N, 8 * len(modes)),
-    )
-    bar = tqdm(
-        total=len(items),
-        desc=f"{task} {'+'.join(modes)}",
-        unit_scale=True,
-        disable=rank > 0 or None,
-    )
-    for first in range(0, len(items), size):
-        chunk, reads = items[first : first + size], collections.defaultdict(list)
-        for row, r in itertools.chain(
-            causal_reads(chunk, modes), masked_reads(chunk, modes, N, task)
-        ):
-            reads[row] += r
-        rows = sorted(reads, key=lambda row: -len(row[0]))
-        lengths, cuts = [len(content) // 12 for content, _ in rows], [0]
-        ends = np.cumsum([0, *lengths]).tolist()
-        for i in range(1, len(rows)):
-            padded = (i + 1 - cuts[-1]) * lengths[cuts[-1]]
-            if padded > TOKENS or ends[i + 1] - ends[cuts[-1]] < (1 - PADDING) * padded:
-                cuts.append(i)
-        for i, (a, b) in enumerate(zip(cuts, cuts[1:] + [len(rows)])):
-            if i % world == rank:
-                read_batch(model, rows[a:b], [reads[row] for row in rows[a:b]], scores[:, first:])
-            counts.update(
-                rows=b - a,
-                tokens=ends[b] - ends[a],
-                padding=(b - a) * lengths[a] - ends[b] + ends[a],
-            )
-            bar.update(len(chunk) * (ends[b] - ends[a]) / ends[-1])
-    if world > 1:
-        torch.distributed.all_reduce(torch.from_numpy(scores))
-    values = {mode: column.tolist() for mode, column in zip(modes, scores)}
-    if N:  # the error of a mean over a regular grid, from the differences of neighbours: the grid removes the trend
-        values["mc"] = scores[-N:].mean(0).tolist()
-        values["mc_stderr"] = (
-            ((np.diff(scores[-N:], axis=0) ** 2).sum(0) / (2 * max(N - 1, 1) * N)) ** 0.5
-        ).tolist()
-    return values
+def pad_batch(rows):
+    """Return tokens, segments, positions, all (B, T), and prefix (B,), as make_mask takes them.
+
+    The trunk is segment 0, which all others see. Each branch is a segment of its own, with
+    positions that follow the trunk's. Padding is a segment too, -1, which nothing else sees.
+    """
+    shape = len(rows), length(rows[0])
+    tokens = torch.zeros(shape, dtype=torch.long)
+    segments = torch.full(shape, -1)
+    positions = torch.zeros(shape, dtype=torch.long)
+    prefix = torch.zeros(len(rows), dtype=torch.long)
+    for b, row in enumerate(rows):
+        if row.bidirectional:
+            prefix[b] = len(row.trunk)
+        end = 0
+        for segment, part in enumerate((row.trunk, *row.branches)):
+            start, end = end, end + len(part)
+            position = len(row.trunk) if segment > 0 else 0
+            tokens[b, start:end] = torch.tensor(part, dtype=torch.long)
+            segments[b, start:end] = segment
+            positions[b, start:end] = torch.arange(position, position + len(part))
+    return tokens, segments, positions, prefix
 
 
-def judge(name, documents, values):
-    """The accuracy of a mode: the highest score is the choice, the first of equals; subtasks have the same weight."""
-    task, hits, ends = (
-        TASKS[name],
-        collections.defaultdict(list),
-        np.cumsum([len(d.completions) for d in documents]),
-    )
-    for d, (given, *unconditional) in zip(
-        documents, np.split(np.reshape(values, (-1, ends[-1])), ends, axis=1)
-    ):
-        # PMI(w) = sum_i log p(w_i | c, w_<i) / p(w_i | u, w_<i), u = Answer:
-        scores = (given - sum(unconditional)) / (
-            [len(w) for w in d.completions] if task.score == "char" else 1
-        )
-        hits[d.subtask].append(np.argmax(scores) == d.gold)
-    p, n = (np.array([f(h) for h in hits.values()]) for f in (np.mean, len))
-    return {
-        "accuracy": p.mean(),
-        "normalized": (p.mean() - task.chance) / (1 - task.chance),
-        "n": len(documents),
-        "stderr": (p * (1 - p) / n).sum() ** 0.5 / len(p),
-        "subtasks": dict(zip(hits, p)) if len(p) > 1 else {},
+# ---- judging -------------------------------------------------------------------------------------
+def choice_scores(task, question, log_p):
+    """Return the score of each choice; the highest one is the model's answer."""
+    scores = np.array([log_p[item] for item in question.given])
+    if task.score == "char":
+        scores /= [len(completion) for completion in question.document.completions]
+    elif task.score == "pmi":  # log of p(w | c) / p(w | "Answer:")
+        scores -= [log_p[item] for item in question.unconditional]
+    return scores
+
+
+def judge(task, questions, log_p):
+    """Return the points of the questions, their nats per token, and the number of ties.
+
+    A right answer is worth 1 point, and 1/m of it if m choices share the highest score. (If the
+    first of them won, a model that finds all sentences equal would solve BLiMP.) Nats per token
+    are the log-likelihood of the right completion, divided by its length.
+    """
+    points, nats = [], []
+    n_ties = 0
+    for question in questions:
+        gold = question.document.gold
+        scores = choice_scores(task, question, log_p)
+        best = np.flatnonzero(scores == scores.max())
+        points.append(1 / len(best) if gold in best else 0.0)
+        if len(best) > 1:
+            n_ties += 1
+        item = question.given[gold]
+        nats.append(log_p[item] / len(item.completion))
+    return np.array(points), np.array(nats), n_ties
+
+
+def group_by_subtask(values, questions):
+    groups = defaultdict(list)
+    for value, question in zip(values.tolist(), questions):
+        groups[question.document.subtask].append(value)
+    return groups
+
+
+def mean_and_error(values, questions):
+    """Return the mean over subtasks, all of the same weight, and its standard error.
+
+    The error is from the unbiased variance. It is None where a subtask has only one question.
+    """
+    groups = group_by_subtask(values, questions).values()
+    mean = np.mean([np.mean(group) for group in groups])
+    if min(len(group) for group in groups) == 1:
+        return float(mean), None
+    variances = [np.var(group, ddof=1) / len(group) for group in groups]
+    return float(mean), float(sum(variances) ** 0.5 / len(groups))
+
+
+def summarize(points, nats, questions):
+    """Return the means and errors of what judge returns, or of differences between two modes."""
+    result = {}
+    result["accuracy"], result["stderr"] = mean_and_error(points, questions)
+    result["nats_per_token"], result["nats_per_token_stderr"] = mean_and_error(nats, questions)
+    return result
+
+
+def accuracy(task, questions, log_p):
+    """Return the results of a task, {mode: {name: value}}, given {mode: {item: log p}}.
+
+    With ar among the modes, the others are also compared with it: question by question, so that
+    the errors of these differences are much smaller than those of the two means.
+    """
+    results = {}
+    for mode in log_p:
+        points, nats, n_ties = judge(task, questions, log_p[mode])
+        result = summarize(points, nats, questions)
+        result["normalized"] = (result["accuracy"] - task.chance) / (1 - task.chance)
+        result["n"] = len(questions)
+        result["ties"] = n_ties
+        if task.n_files > 1:
+            groups = group_by_subtask(points, questions)
+            result["subtasks"] = {name: float(np.mean(group)) for name, group in groups.items()}
+        if mode == "ar":
+            ar_points, ar_nats = points, nats
+        elif "ar" in log_p:
+            result["minus_ar"] = summarize(points - ar_points, nats - ar_nats, questions)
+        results[mode] = result
+    return results
+
+
+def best_pll(results, mask_counts):
+    """Return the result with the best of several numbers of masks: the paper's choice per task."""
+    modes = [f"pll{n}" for n in mask_counts]
+    best = max(modes, key=lambda mode: results[mode]["accuracy"])
+    return {**results[best], "chosen": f"{best} on the test score"}
+
+
+def average(results, mode):
+    """Return the mean normalised score over the paper's tasks; heldout counts only if alone."""
+    names = [name for name in results if name in TASKS] or ["heldout"]
+    return float(np.mean([results[name][mode]["normalized"] for name in names]))
+
+
+def combine_pll(results, mask_counts):
+    """Return {"1-n": average} of the better of 1 and n masks: a table of the paper's appendix."""
+    table = {}
+    for n in mask_counts[1:]:
+        better = {name: {"pll": best_pll(row, (1, n))} for name, row in results.items()}
+        table[f"1-{n}"] = average(better, "pll")
+    return table
+
+
+# ---- output --------------------------------------------------------------------------------------
+def with_error(value, error, scale=1, digits=1):
+    """Format a number, and its standard error if it has one."""
+    text = f"{scale * value:.{digits}f}"
+    if error is not None:
+        text += f" ±{scale * error:.{digits}f}"
+    return text
+
+
+def print_table(lines):
+    """Print lists of cells in columns: the first to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    print()
+
+
+def print_accuracies(results, averages):
+    modes = list(next(iter(results.values())))
+    lines = [["accuracy, %", "n"]]
+    for mode in modes:
+        lines[0] += [mode, "norm."]
+    for name, row in results.items():
+        line = [name, str(row[modes[0]]["n"])]
+        for result in row.values():
+            line.append(with_error(result["accuracy"], result["stderr"], 100))
+            line.append(f"{100 * result['normalized']:.1f}")
+        lines.append(line)
+    if averages:
+        n_tasks = len([name for name in results if name in TASKS])
+        line = [f"average of {n_tasks}", ""]
+        for value in averages.values():
+            line += ["", f"{100 * value:.1f}"]
+        lines.append(line)
+    print_table(lines)
+
+
+def print_likelihoods(results):
+    lines = [["heldout", "nats/token", "minus ar: points", "nats/token"]]
+    for mode, result in results.items():
+        nats = with_error(result["nats_per_token"], result["nats_per_token_stderr"], digits=3)
+        line = [mode, nats, "", ""]
+        if "minus_ar" in result:
+            minus = result["minus_ar"]
+            line[2] = with_error(minus["accuracy"], minus["stderr"], 100)
+            line[3] = with_error(minus["nats_per_token"], minus["nats_per_token_stderr"], digits=4)
+        lines.append(line)
+    print_table(lines)
+
+
+def dump(path, questions, log_p):
+    """Write a line of JSON for each choice of each document: its strings, its log-likelihoods."""
+    lines = []
+    for name in questions:
+        for question in questions[name]:
+            for choice in range(len(question.document.completions)):
+                line = dump_choice(name, question, choice, log_p.get(name, {}))
+                lines.append(json.dumps(line) + "\n")
+    write_atomically(path, "".join(lines))
+
+
+def dump_choice(name, question, choice, log_p):
+    document = question.document
+    line = {
+        "task": name,
+        "subtask": document.subtask,
+        "doc": document.number,
+        "choice": choice,
+        "context": document.context,
+        "completion": document.completions[choice],
+        "uncond_context": UNCONDITIONAL if ALL_TASKS[name].score == "pmi" else None,
+        "gold": document.gold,
     }
+    for mode, values in log_p.items():
+        line["tokens"] = len(question.given[choice].completion)
+        line[mode] = values[question.given[choice]]
+        if question.unconditional:
+            line[f"{mode}_uncond"] = values[question.unconditional[choice]]
+    return line
 
 
-def write(path, lines):
-    """To a temporary name, then renamed: there is all of it or nothing."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    pathlib.Path(f"{path}.{rank}").write_text("".join(lines), "utf-8")
-    os.replace(f"{path}.{rank}", path)
+# ---- the script ----------------------------------------------------------------------------------
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ckpt", default="", help="a checkpoint, or the directory of a run")
+    add("--data", default="data/tasks", help="the folder of the tasks (data/tasks)")
+    add("--tasks", default="", help=f"some of {','.join(ALL_TASKS)}")
+    add("--modes", default="ar,prefix,pll", help=f"some of {','.join(MODES)} (ar,prefix,pll)")
+    add("--pll", default="1,6", help="the numbers of masks of mode pll (1,6)")
+    add("--mc", type=int, default=0, help="add mode mc, with this many draws (256 if 0)")
+    add("--limit", type=int, default=0, help="documents of each subtask (all; 1000 of heldout)")
+    add("--context", type=int, default=0, help="tokens of a context of heldout (2 completions)")
+    add("--completion", type=int, default=0, help="tokens of a completion of heldout (up to 32)")
+    add("--json", default="", help="a file to write the results to")
+    add("--dump", default="", help="a file to write every string and log-likelihood to")
+    args = parser.parse_args()
+
+    if args.tasks:
+        args.tasks = split_names("task", args.tasks, ALL_TASKS)
+    else:
+        args.tasks = [name for name in TASKS if Path(args.data, name).is_dir()] or ["heldout"]
+    args.modes = split_names("mode", args.modes, MODES)
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll):
+        die("--pll takes numbers of masks, such as 1,6")
+    args.pll = sorted({int(n) for n in args.pll.split(",")})
+    if min(args.mc, args.limit, args.context, args.completion) < 0:
+        die("--mc, --limit, --context and --completion take numbers from 0")
+    if args.mc > 0 and "mc" not in args.modes:
+        args.modes.append("mc")
+    args.mc = args.mc or 256
+    if not args.ckpt and not args.dump:
+        die("which model? Name a run or a checkpoint, as in: python eval.py --ckpt out/demo")
+    if not args.ckpt and "heldout" in args.tasks:
+        die(f"heldout needs --ckpt; other tasks are not in {args.data}: python prepare.py --tasks")
+    return args
 
 
-def dump(documents, values):
-    for name in documents:
-        choices = [
-            (d, choice, w) for d in documents[name] for choice, w in enumerate(d.completions)
-        ]
-        for i, (d, choice, w) in enumerate(choices):
-            line = dict(
-                task=name,
-                subtask=d.subtask,
-                doc=d.doc,
-                choice=choice,
-                context=d.context,
-                completion=w,
-                uncond_context="Answer:" if TASKS[name].score == "pmi" else None,
-                gold=d.gold,
-            )
-            for mode, v in values.get(name, {}).items():
-                line |= zip((mode, mode + "_uncond"), v[i :: len(choices)])
-            yield json.dumps(line) + "\n"
+def split_names(kind, text, known):
+    """Return the names in a list such as "ar,pll", each once, in the order of the known ones."""
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            die(f"no {kind} named '{name}'{suggest(name, list(known))}")
+    return [name for name in known if name in names]
+
+
+def find_saved_scores(args, questions, model):
+    """Return the file that keeps the scores of finished tasks, so that they are not lost.
+
+    Its name is a hash of all that decides a score: no other scores can be taken for them.
+    """
+    checkpoint = Path(find_checkpoint(args.ckpt))
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    files = [fingerprint(file) for file in (checkpoint, *code)]
+    machine = torch.__version__, model.embed.weight.device.type, model.dtype
+    key = files, machine, args.tasks, args.modes, args.pll, args.mc
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8)
+    for question in itertools.chain(*questions.values()):
+        digest.update(repr(question).encode())
+    return checkpoint.with_name(f"eval-{digest.hexdigest()}.json")
+
+
+def main():
+    args = parse_arguments()
+    documents = {}
+    for name in args.tasks:
+        if name in TASKS:
+            documents[name] = read_task(name, args.data, args.limit)
+    if not args.ckpt:
+        questions = {name: [Question(d, [], []) for d in documents[name]] for name in documents}
+        dump(args.dump, questions, {})
+        return
+
+    # On new GPUs torch prefers cuDNN's attention, which plans for half a second whenever it meets
+    # a new shape. Batches here have hundreds of shapes.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    device, _ = choose_device()
+    rank, world = join_ranks(device)
+    trained = load_model(args.ckpt)
+    modes = make_modes(args.modes, args.pll, args.mc, trained.special.mask)
+    questions = {}
+    n_cut = 0
+    for name in args.tasks:
+        if name == "heldout":
+            n = args.limit or ALL_TASKS[name].n_documents
+            questions[name] = heldout_questions(trained, n, args.context, args.completion)
+        else:
+            questions[name], n = make_questions(TASKS[name], documents[name], trained)
+            n_cut += n
+
+    # ---- score what an earlier run of this command has not scored --------------------------------
+    file = find_saved_scores(args, questions, trained.model)
+    message = [json.loads(file.read_text()) if file.exists() else {}]
+    if world > 1:
+        dist.broadcast_object_list(message)  # all ranks take what the first has found
+    saved = message[0]  # {task: {"scores": {mode: [log p of each item]}, "counts": {...}}}
+    results, log_p = {}, {}
+    counts = Counter()
+    for name in args.tasks:
+        items = distinct_items(questions[name])
+        if name not in saved:
+            scores, task_counts = score(trained.model, items, modes, rank, world)
+            saved[name] = {"scores": scores, "counts": task_counts}
+            if rank == 0:
+                write_atomically(file, json.dumps(saved))
+        scores = saved[name]["scores"]
+        counts.update(saved[name]["counts"])
+        log_p[name] = {mode: dict(zip(items, scores[mode])) for mode in modes}
+        results[name] = accuracy(ALL_TASKS[name], questions[name], log_p[name])
+    if rank > 0:
+        return
+
+    # ---- report ----------------------------------------------------------------------------------
+    notes = [f"padding {counts['padding'] / counts['tokens']:.1%}"]
+    notes.append(f"{n_cut} contexts cut to {trained.settings.seq_len} tokens")
+    for mode in modes:
+        n_ties = sum(row[mode]["ties"] for row in results.values())
+        if n_ties > 0:
+            notes.append(f"{n_ties} ties in {mode}, each for a share of a point")
+    combinations = {}
+    if "pll" in args.modes and len(args.pll) > 1:
+        for row in results.values():
+            row["pll"] = best_pll(row, args.pll)
+        notes.append("pll is the best n of each task, chosen on the test score")
+        if args.pll[0] == 1:
+            combinations = combine_pll(results, args.pll)
+    averages = {}
+    if documents:
+        averages = {mode: average(results, mode) for mode in results[args.tasks[0]]}
+
+    print_accuracies(results, averages)
+    if "heldout" in results:
+        print_likelihoods(results["heldout"])
+    if len(combinations) > 1:
+        scores = [f"{100 * value:.1f}" for value in combinations.values()]
+        print_table([["pll with either of", *combinations], ["average, norm.", *scores]])
+    print("; ".join(notes))
+
+    if args.json:
+        content = {
+            "flags": vars(args),
+            "step": trained.checkpoint["step"],
+            "tasks": results,
+            "average": averages,
+            "combinations": combinations,
+            "counts": {**counts, "cut": n_cut},
+        }
+        write_atomically(args.json, json.dumps(content, indent=1))
+    if args.dump:
+        dump(args.dump, questions, log_p)
 
 
 if __name__ == "__main__":
-    args = flags(
-        __doc__,
-        ckpt="",
-        data="data/tasks",
-        tasks="",
-        modes="ar,prefix,pll",
-        pll="1,6",
-        mc=0,
-        limit=0,
-        json="",
-        dump="",
-    )
-    tasks = (
-        args.tasks or ",".join(t for t in TASKS if os.path.isdir(f"{args.data}/{t}")) or "heldout"
-    ).split(",")
-    asked = args.modes.split(",") + ["mc"] * (args.mc > 0)
-    for kind, names, known in (
-        ("mode", asked, ["ar", "prefix", "pll", "mc"]),
-        ("task", tasks, list(TASKS)),
-    ):
-        for name in set(names) - set(known):
-            die(f"no {kind} named '{name}'{suggest(name, known)}")
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll) or min(args.mc, args.limit) < 0:
-        die("--pll takes numbers of masks such as 1,6; --mc and --limit take a number from 0")
-    documents = {
-        name: read_task(name, args.data, args.limit) for name in tasks if name != "heldout"
-    }
-    if args.dump and not args.ckpt and "heldout" not in tasks:
-        sys.exit(write(args.dump, dump(documents, {})))
-
-    if world > 1:
-        torch.distributed.init_process_group("gloo")
-    model, tokenizer, checkpoint = load_model(
-        args.ckpt or die("give --ckpt, or --dump with tasks in --data")
-    )
-    documents |= {
-        name: list(heldout(checkpoint, tokenizer, args.limit))
-        for name in tasks
-        if name == "heldout"
-    }
-    plls = [f"pll{n}" for n in sorted({*map(int, args.pll.split(","))})] * ("pll" in asked)
-    modes = [mode for mode in ("ar", "prefix") if mode in asked] + plls + ["mc"] * ("mc" in asked)
-    N, window, counts = (
-        (args.mc or 256) * ("mc" in asked),
-        checkpoint["settings"].seq_len,
-        collections.Counter(),
-    )
-
-    # what an earlier run of this command has left: same code, checkpoint, strings and flags
-    files = sorted(pathlib.Path(args.ckpt).glob("*.pt")) or [pathlib.Path(args.ckpt)]
-    key = repr(([fingerprint(file) for file in (__file__, *files)], documents, modes, N)).encode()
-    kept = files[0].with_name(f"eval-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json")
-    values, results = json.loads(kept.read_text()) if kept.exists() else {}, {}
-
-    for name in documents:
-        items = make_items(documents[name], tokenizer, window, TASKS[name].score == "pmi", counts)
-        if name not in values:
-            values[name] = score(model, name, modes, items, N, counts)
-            write(kept, [json.dumps(values)])
-        row = results[name] = {
-            mode: judge(name, documents[name], values[name][mode]) for mode in modes
-        }
-        if len(plls) > 1:  # the paper's number
-            row["pll"] = max(
-                (row[m] | {"chosen": f"{m} on the test score"} for m in plls),
-                key=lambda r: r["accuracy"],
-            )
-    if rank > 0:
-        sys.exit()
-    print(f"{'accuracy, %':<16}{'n':>6}" + "".join(f"{mode:>14}{'norm.':>7}" for mode in row))
-    for name, row in results.items():
-        cells = (
-            [100 * r[key] for key in ("accuracy", "stderr", "normalized")] for r in row.values()
-        )
-        print(
-            f"{name:<16}{len(documents[name]):>6}",
-            *("{:8.1f} ±{:<4.1f}{:7.1f}".format(*x) for x in cells),
-            sep="",
-        )
-    nine = [r for name, r in results.items() if name != "heldout"]
-    average = {mode: np.mean([r[mode]["normalized"] for r in nine]) for mode in row if nine}
-    if nine:
-        print(
-            f"{f'average of {len(nine)}':<22}",
-            *(f"{100 * x:>21.1f}" for x in average.values()),
-            sep="",
-        )
-    notes = ["pll is the best n of each task, chosen on the test score"] * ("pll" in row)
-    notes += [
-        f"mc of {name}: ±{np.mean(v['mc_stderr']):.2f} nats" for name, v in values.items() if N
-    ]
-    share = counts["padding"] / max(1, counts["tokens"])
-    print(
-        f"padding {share:.1%}; {counts['truncated']} documents cut to {window} tokens",
-        *notes,
-        sep="; ",
-    )
-    if args.json:
-        report = dict(
-            flags=vars(args), step=checkpoint["step"], tasks=results, average=average, counts=counts
-        )
-        write(args.json, [json.dumps(report, indent=1)])
-    if args.dump:
-        write(args.dump, dump(documents, values))
+    main()

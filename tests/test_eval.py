@@ -1,566 +1,844 @@
-"""eval.py: the strings of the nine tasks, and every way of scoring against a scorer without any of its economies."""
-import collections
-import csv
+"""eval.py: every mode against a scorer without its economies; then judging, and the script."""
+
+import itertools
 import json
 import os
-import runpy
+import re
 import shutil
 import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+from numpy.random import default_rng
 
 import eval as ev
-import model as model_py
-from conftest import ROOT, random_model, run, tiny_settings
-from data import default_rng, open_data
-from model import BOS, MASK
+import model as model_file
+from checkpoint import Trained
+from conftest import BOS, MASK, ROOT, SPECIAL, random_model, run, tiny_settings
+from data import SpecialIds, open_corpus
+from eval import Item, Question
+from tasks import TASKS, Document, Task
+from test_tasks import make_record, write_tasks
 
-WORDS = ("rain sun moon tree river stone bird fish cloud sand wood fire ice wind leaf root star hill lake road door lamp cup "
-         "hat coat").split()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# a model, a tokenizer, and small files in the layouts of the releases
-
-def choices(texts, labels="ABCDE"):
-    return [{"text": text, "label": label} for text, label in zip(texts, labels)]
+RAW = Task("raw", 1 / 2, 0)
+CHAR = Task("char", 1 / 4, 0)
+PMI = Task("pmi", 1 / 4, 0)
 
 
-def record(task, i):
-    """The i-th record of a made-up release file; every record is another."""
-    w = [WORDS[(i * 7 + j * 3 + j * j) % len(WORDS)] for j in range(8)]
-    if task == "blimp":
-        return {"sentence_good": f"The {w[0]} is {w[1]}.", "sentence_bad": f"The {w[0]} are {w[2]}."}
-    if task == "hellaswag":
-        return {"activity_label": w[0], "ctx_a": f"A {w[1]} falls.", "ctx_b": f"the {w[2]}", "label": i % 4,
-                "endings": [f"goes {w[3]}.", f"is a {w[4]}  now. [title] {w[5]}", f"[step] {w[6]} {w[7]}", w[5]]}
-    if task == "mmlu":
-        return [f" What is a {w[0]}? ", w[1], w[2] + " ", "the " + w[3], w[4], "ABCD"[i % 4]]
-    if task == "piqa":
-        return {"goal": f"get a {w[0]}", "sol1": f"Use the {w[1]} ", "sol2": f"Use the  {w[2]} {w[3]}"}
-    if task == "socialiqa":
-        return {"context": f"{w[0]} met {w[1]}.", "question": "Why?", "answerA": w[2], "answerB": w[3], "answerC": w[2]}
-    return {"question": {"stem": f"Where is the {w[0]}?", "choices": choices([w[1], w[2], w[1] + " " + w[3], w[4]])},
-            "answerKey": "ABCD"[i % 4]}
-
-
-def write_tasks(folder, n=3):
-    for name, task in list(ev.TASKS.items())[:9]:
-        (folder / name).mkdir(parents=True)
-        for k in range(task.n_files):
-            with open(folder / name / task.file.replace("*", f"sub_{k:02}"), "w", newline="") as f:
-                records = [record(name, n * k + i) for i in range(n)]
-                csv.writer(f).writerows(records) if name == "mmlu" else f.writelines(json.dumps(r) + "\n" for r in records)
-        if task.labels:
-            (folder / name / task.labels).write_text("".join(f"{(name == 'socialiqa') + i % 2}\n" for i in range(n)))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tasks(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("raw") / "tasks")
-
-
-@pytest.fixture(scope="session")
-def tokenizer(corpus):
-    return tokenizers.Tokenizer.from_file(str(corpus / "data" / "tiny" / "tokenizer.json"))
-
-
+# ---- a model, documents, and short ways to score them --------------------------------------------
 @pytest.fixture(scope="session")
 def model():
     return random_model(tiny_settings()).eval()
 
 
+@pytest.fixture(scope="session")
+def trained(corpus, model):
+    folder = corpus / "data" / "tiny"
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    settings = tiny_settings(seq_len=256, data_dir=str(folder))
+    return Trained(model, tokenizer, SPECIAL, settings, {})
+
+
+def save_checkpoint(trained, folder):
+    content = {
+        "model": trained.model.state_dict(),
+        "settings": vars(trained.settings),
+        "step": 7,
+        "tokenizer": Path(trained.settings.data_dir, "tokenizer.json").read_text(),
+    }
+    folder.mkdir()
+    torch.save(content, folder / "ckpt.pt")
+    return folder
+
+
 @pytest.fixture
-def checkpoint(tmp_path, corpus, model):
-    """A run directory; data/tiny is where its settings say."""
-    settings = vars(tiny_settings(seq_len=256, eval_tokens=640, data_dir=str(corpus / "data" / "tiny")))
-    (tmp_path / "run").mkdir()
-    torch.save({"model": model.state_dict(), "settings": settings, "step": 7,
-                "tokenizer": (corpus / "data" / "tiny" / "tokenizer.json").read_text()}, tmp_path / "run" / "ckpt.pt")
-    return tmp_path / "run"
+def checkpoint(tmp_path, trained):
+    """Return a run directory that holds a checkpoint of the model."""
+    return save_checkpoint(trained, tmp_path / "run")
 
 
-def run_main(monkeypatch, *args):
-    """eval.py as a script, in this process."""
-    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
-    runpy.run_path(os.path.join(ROOT, "eval.py"), run_name="__main__")
+@pytest.fixture(scope="module")
+def task_files(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("raw") / "tasks")
 
 
-def items_of(documents, tokenizer, window=10 ** 6, pmi=False, counts=None):
-    return ev.make_items(documents, tokenizer, window, pmi, collections.Counter() if counts is None else counts)
+def document(context, completions, gold=0, number=0, subtask=None):
+    return Document(subtask, number, context, completions, gold)
 
 
-def document(context, completions, gold=0, doc=0, subtask=None):
-    return ev.Document(subtask, doc, context, completions, gold)
+DOCUMENTS = [
+    document("Question: Where?\nAnswer:", [" rain", " sun", " rain and sun", " rainy", " x"]),
+    document("Question: Why?\nAnswer:", [" sun", " sun", " stone"]),
+    document("", ["The bird sings.", "The bird sing."]),
+    document("Answer:", [" sun", " a long answer: of many words, really"]),
+]
 
 
-def score(model, modes, items, N=0, task="arc_easy", counts=None):
-    values = ev.score(model, task, modes, items, N, collections.Counter() if counts is None else counts)
-    return {mode: np.array(v) for mode, v in values.items()}
+@pytest.fixture(scope="session")
+def items(trained):
+    questions, _ = ev.make_questions(PMI, DOCUMENTS, trained)
+    return ev.distinct_items(questions)
 
 
-QUESTIONS = [document("Question: Where is the moon?\nAnswer:", [" rain", " sun", " rain and sun", " rainy", " x"], doc=3),
-             document("Question: Why?\nAnswer:", [" sun", " sun", " stone"], doc=4),
-             document("", ["The bird sings.", "The bird sing."], doc=5),
-             document("Answer:", [" sun", " a long answer: of many words, really"], doc=6)]
+def score(model, items, names, mask_counts=(1, 6), n_draws=5):
+    """Return {mode: array} and the counts, for items in any order."""
+    modes = ev.make_modes(names, mask_counts, n_draws, MASK)
+    values, counts = ev.score(model, items, modes)
+    return {mode: np.array(v) for mode, v in values.items()}, counts
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the plain scorer: one row, one forward pass, a mask written out
-
+# ---- the plain scorer: one row, one forward pass, a mask written out -----------------------------
 @torch.inference_mode()
 def log_p(model, tokens, visible):
-    """(T, V) of a single row; visible[q, k]: position q sees position k."""
+    """Return (T, V) for one row, where position q sees position k if visible[q, k]."""
     T = len(tokens)
     h = model.hidden(torch.tensor([tokens]), visible[None, None], torch.arange(T)[None])
     return torch.log_softmax(model.head(h)[0].double(), -1)
 
 
-def plain(model, mode, c, w, N=0, key=()):
-    T, m, L = len(c + w), len(c), len(w)
-    everything = torch.ones(T, T, dtype=torch.bool)
+def plain_causal(model, item, bidirectional_context):
+    c, w = item
+    T = len(c + w)
+    visible = torch.ones(T, T, dtype=torch.bool).tril()
+    if bidirectional_context:
+        visible[:, : len(c)] = True
+    p = log_p(model, c + w, visible)
+    return sum(p[len(c) + i - 1, w[i]].item() for i in range(len(w)))
+
+
+def plain_masked(model, item, masked):
+    """Return log p of every token of the completion, some of them masked."""
+    c, w = item
+    T = len(c + w)
+    tokens = list(c + w)
+    for i in masked:
+        tokens[len(c) + i] = MASK
+    p = log_p(model, tokens, torch.ones(T, T, dtype=torch.bool))
+    return [p[len(c) + i - 1, w[i]].item() for i in range(len(w))]
+
+
+def plain(model, mode, item, n_draws=5):
+    L = len(item.completion)
     if mode in ("ar", "prefix"):
-        visible = everything.tril()
-        if mode == "prefix":
-            visible[:, :m] = True
-        p = log_p(model, c + w, visible)
-        return sum(p[m + j - 1, w[j]].item() for j in range(L))
-
-    def hide(masked):
-        return log_p(model, [MASK if q - m in masked else t for q, t in enumerate(c + w)], everything)
+        return plain_causal(model, item, mode == "prefix")
     if mode == "mc":
-        generator = default_rng(key)
-        jitter, total = generator.random(), 0
-        for s in range(N):
-            k = 1 + int((s + jitter) / N * L)
+        generator = default_rng(item.completion)
+        jitter = generator.random()
+        total = 0
+        for draw in range(n_draws):
+            k = 1 + int((draw + jitter) / n_draws * L)
             masked = generator.permutation(L)[:k]
-            p = hide(set(masked.tolist()))
-            total += L / k * sum(p[m + j - 1, w[j]].item() for j in masked)
-        return total / N
-    n = int(mode[3:])
-    return sum(hide(set(range(j, j + n)))[m + j - 1, w[j]].item() for j in range(L))
+            p = plain_masked(model, item, masked)
+            total += L / k * sum(p[i] for i in masked)
+        return total / n_draws
+    n_masks = L if mode == "chain" else int(mode[3:])
+    return sum(plain_masked(model, item, range(i, min(i + n_masks, L)))[i] for i in range(L))
 
 
-def test_every_mode_equals_the_plain_scorer(model, tokenizer):
-    items = items_of(QUESTIONS, tokenizer, pmi=True)
-    values = score(model, ["ar", "prefix", "pll1", "pll2", "pll6", "mc"], items, 5, task="blimp")
+ALL_MODES = ["ar", "prefix", "pll1", "pll2", "pll6", "chain", "mc"]
+
+
+def test_every_mode_equals_the_plain_scorer(model, items):
+    values, _ = score(model, items, ev.MODES, mask_counts=(1, 2, 6))
+    assert list(values) == ALL_MODES
     for mode, got in values.items():
-        if mode != "mc_stderr":
-            expected = [plain(model, mode, c, w, 5, (1, 2, doc, choice)) for c, w, doc, choice in items]
-            np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=mode)
+        expected = [plain(model, mode, item) for item in items]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=mode)
 
 
-def test_single_steps_give_the_ar_sum(model, tokenizer):
+def test_single_steps_give_the_ar_sum(model, items):
     """One forward pass for each token, on what precedes it."""
-    (c, w, _, _), *_ = items_of(QUESTIONS[3:], tokenizer)[1:]
-    steps = [log_p(model, (c + w)[:p], torch.ones(p, p).tril().bool())[-1, (c + w)[p]].item() for p in range(len(c), len(c + w))]
-    assert score(model, ["ar"], [(c, w, 0, 0)])["ar"][0] == pytest.approx(sum(steps), rel=1e-5)
+    item = items[-1]
+    c, w = item
+    expected = 0
+    for i in range(len(w)):
+        tokens = c + w[:i]
+        causal = torch.ones(len(tokens), len(tokens)).tril().bool()
+        expected += log_p(model, tokens, causal)[-1, w[i]].item()
+    values, _ = score(model, [item], ["ar"])
+    assert values["ar"][0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_scores_do_not_depend_on_batches_or_order(model, tokenizer, monkeypatch):
-    items = items_of(QUESTIONS, tokenizer, pmi=True)
-    modes = ["ar"], ["pll1", "pll6"], ["prefix", "mc"]
-    before = [score(model, group, items, 4 * ("mc" in group)) for group in modes]
-    for name, value in (("TOKENS", 10), ("PADDING", 0.9), ("PACK", 2), ("CHUNK", 128)):
-        monkeypatch.setattr(ev, name, value)
-        shuffle = np.random.default_rng(len(name)).permutation(len(items))
-        for group, expected in zip(modes, before):
-            got = score(model, group, [items[i] for i in shuffle], 4 * ("mc" in group))
-            for mode in group:
-                np.testing.assert_allclose(got[mode], expected[mode][shuffle], rtol=1e-5)
+@pytest.mark.parametrize(
+    "name, value",
+    [("MAX_TOKENS", {"cpu": 10}), ("MAX_PADDING", 0.9), ("MAX_BRANCHES", 2), ("CHUNK", 3)],
+)
+def test_scores_do_not_depend_on_batches(name, value, model, items, monkeypatch):
+    before, counts = score(model, items, ev.MODES)
+    monkeypatch.setattr(ev, name, value)
+    after, other_counts = score(model, items, ev.MODES)
+    assert other_counts != counts
+    for mode in before:
+        np.testing.assert_allclose(after[mode], before[mode], rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# invariants
+# ---- invariants ----------------------------------------------------------------------------------
+def test_pll_and_chain_under_causal_attention_are_the_ar_sum(model, items, monkeypatch):
+    """What is masked lies in the future. This also proves the shift."""
+    bidirectional, _ = score(model, items, ["ar", "pll", "chain"], mask_counts=(1, 3))
 
-def test_pll_under_causal_attention_is_the_ar_sum(model, tokenizer, monkeypatch):
-    """What is masked lies in the future; this also proves the shift."""
-    items = items_of(QUESTIONS, tokenizer)
-    ar = score(model, ["ar"], items)["ar"]
-    bidirectional = score(model, ["pll1", "pll3"], items)
-    monkeypatch.setattr(ev, "make_mask", lambda segments, positions, prefix: model_py.make_mask(segments, positions, 0 * prefix))
-    for mode, value in score(model, ["pll1", "pll3", "pll20"], items).items():
-        np.testing.assert_allclose(value, ar, rtol=1e-5)
-        if mode in bidirectional:
-            assert abs(bidirectional[mode] - ar).max() > 0.1
+    def causal_mask(segments, positions, prefix):
+        return model_file.make_mask(segments, positions, torch.zeros_like(prefix))
 
-
-def test_prefix_is_ar_only_without_a_context(model, tokenizer):
-    items = items_of(QUESTIONS, tokenizer)
-    ar, prefix = score(model, ["ar"], items)["ar"], score(model, ["prefix"], items)["prefix"]
-    empty = [i for i, item in enumerate(items) if item[0] == (BOS,)]
-    assert empty == [8, 9]  # the third question
-    np.testing.assert_allclose(ar[empty], prefix[empty], rtol=1e-6)
-    assert (abs(ar - prefix)[[i for i in range(len(items)) if i not in empty]] > 1e-3).all()
+    monkeypatch.setattr(ev, "make_mask", causal_mask)
+    causal, _ = score(model, items, ["pll", "chain"], mask_counts=(1, 3))
+    for mode in ("pll1", "pll3", "chain"):
+        np.testing.assert_allclose(causal[mode], bidirectional["ar"], rtol=1e-5)
+        assert abs(bidirectional[mode] - bidirectional["ar"]).max() > 0.1
 
 
-def test_pll_with_many_masks_depends_only_on_what_is_left(model, tokenizer):
-    """From n = L on nothing changes."""
-    items = [(c, w[:4], doc, choice) for c, w, doc, choice in items_of(QUESTIONS, tokenizer)]
-    values = score(model, ["pll3", "pll4", "pll5", "pll6"], items)
-    np.testing.assert_array_equal(values["pll4"], values["pll6"])
-    assert abs(values["pll3"] - values["pll4"]).max() > 1e-3
+def test_prefix_is_ar_only_without_a_context(model, items):
+    values, _ = score(model, items, ["ar", "prefix"])
+    difference = abs(values["ar"] - values["prefix"])
+    empty = np.array([item.context == (BOS,) for item in items])
+    assert empty.sum() == 2
+    assert (difference[empty] == 0).all()
+    assert (difference[~empty] > 1e-3).all()
 
 
-def test_pmi_of_the_unconditional_context_is_zero(model, tokenizer):
-    """Also in mc, because both contexts have the same masks."""
-    items = items_of(QUESTIONS[3:], tokenizer, pmi=True)
-    assert items[:2] == items[2:] and items[0] != items[1]
-    (c, w, doc, choice), u = items[1], (BOS, 20, 30)
-    masks = [[np.frombuffer(row, np.int32).reshape(-1, 3)[len(context):, 0].tolist() for (row, _), _ in
-              ev.masked_reads([(context, w, doc, choice)], ["mc"], 32, "mmlu")] for context in (c, u)]
-    assert masks[0] == masks[1] and len({str(x) for x in masks[0]}) > 10
-    other = [np.frombuffer(row, np.int32).reshape(-1, 3)[len(c):, 0].tolist() for (row, _), _ in
-             ev.masked_reads([(c, w, doc + 1, choice)], ["mc"], 32, "mmlu")]
-    assert other != masks[0]
+def test_pll_with_as_many_masks_as_tokens_is_chain(model, items):
+    short = [Item(c, w[:4]) for c, w in items]
+    values, _ = score(model, list(dict.fromkeys(short)), ["pll", "chain"], mask_counts=(3, 4, 6))
+    np.testing.assert_array_equal(values["pll4"], values["chain"])
+    np.testing.assert_array_equal(values["pll6"], values["chain"])
+    assert abs(values["pll3"] - values["chain"]).max() > 1e-3
+
+
+def test_chain_and_ar_are_likelihoods_but_pll_is_not():
+    """Over all completions of a length the probabilities sum to 1."""
+    model = random_model(tiny_settings(vocab_size=20)).eval()
+    every_pair = [Item((BOS, 17, 18), w) for w in itertools.product(range(20), repeat=2)]
+    values, _ = score(model, every_pair, ["ar", "prefix", "pll", "chain"], mask_counts=(1,))
+    for mode in ("ar", "prefix", "chain"):
+        assert np.exp(values[mode]).sum() == pytest.approx(1, abs=1e-5)
+    assert abs(np.exp(values["pll1"]).sum() - 1) > 1e-3
+
+
+def test_pmi_of_the_unconditional_context_is_zero(trained):
+    """Also in mc, because the masks depend on the completion alone."""
+    (question,), _ = ev.make_questions(PMI, DOCUMENTS[3:], trained)
+    assert question.given == question.unconditional
+
+    def masks(item):
+        rows = [row for row, _ in ev.mc_rows([item], 32, MASK)]
+        return [row.trunk[len(item.context) :] for row in rows]
+
+    item = question.given[1]
+    assert masks(item) == masks(Item((BOS, 20, 30), item.completion))
+    assert len(set(masks(item))) > 10
 
 
 def test_mc_of_one_token_is_pll1_in_one_row(model):
-    items = [((BOS, 20, 21), (token,), 0, choice) for choice, token in enumerate((30, 31, 32))]
-    counts = collections.Counter()
-    values = score(model, ["pll1", "pll6", "mc"], items, 256, counts=counts)
+    items = [Item((BOS, 20, 21), (token,)) for token in (30, 31, 32)]
+    values, counts = score(model, items, ["pll", "chain", "mc"], n_draws=256)
     assert counts["rows"] == 1  # for three answers and all modes
     np.testing.assert_allclose(values["mc"], values["pll1"], rtol=1e-6)
-    np.testing.assert_array_equal(values["pll1"], values["pll6"])
-    assert (values["mc_stderr"] == 0).all()
 
 
-def test_mc_of_two_tokens_is_the_mean_over_both_orders_and_knows_its_error(model):
-    c, (a, b) = (BOS, 20, 21, 22), (30, 31)
-    everything = torch.ones(6, 6, dtype=torch.bool)
-    both, second, first = (log_p(model, [*c, *w], everything) for w in ((MASK, MASK), (a, MASK), (MASK, b)))
-    exact = (both[3, a] + second[4, b] + both[4, b] + first[3, a]).item() / 2
-    many = score(model, ["mc"], [(c, (a, b), doc, 0) for doc in range(200)], 31)
-    spread = many["mc"].std()
-    assert abs(many["mc"].mean() - exact) < 4 * spread / 200 ** 0.5
-    assert 0.7 * spread < many["mc_stderr"].mean() < 1.4 * spread
-    assert score(model, ["mc"], [(c, (a, b), 0, 0)], 4096)["mc"][0] == pytest.approx(exact, abs=0.05 * spread * 31 ** 0.5)
+def test_mc_of_two_tokens_is_the_mean_over_both_orders(model):
+    item = Item((BOS, 20, 21, 22), (30, 31))
+    first, second = plain_masked(model, item, [0, 1])
+    exact = (first + plain_masked(model, item, [1])[1]) / 2
+    exact += (second + plain_masked(model, item, [0])[0]) / 2
+    values, _ = score(model, [item], ["mc"], n_draws=4096)
+    assert values["mc"][0] == pytest.approx(exact, rel=0.01)
+    few, _ = score(model, [item], ["mc"], n_draws=1)
+    assert few["mc"][0] != pytest.approx(exact, rel=0.01)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# what is computed, and how often
-
-def test_a_context_is_computed_once(model):
+# ---- what is computed, and how often -------------------------------------------------------------
+def test_completions_of_a_context_share_its_row(model):
     c = (BOS, *range(20, 60))
-    items = [(c, w, 0, i) for i, w in enumerate([(70, 71, 72), (70, 71, 80, 81), (70, 90)])]
-    (row, reads), = ev.causal_reads(items, ["prefix"])
-    tokens, segments, positions = np.frombuffer(row[0], np.int32).reshape(-1, 3).T
-    assert tokens.tolist() == [*c, 70, 70, 71, 70, 71, 80] and row[1] == len(c)  # (70, 90), (70, 71, 72), (70, 71, 80, 81)
-    assert segments.tolist() == [0] * len(c) + [1, 2, 2, 3, 3, 3]
-    assert positions.tolist() == [*range(len(c)), 41, 41, 42, 41, 42, 43]
+    items = [Item(c, w) for w in [(70, 90), (70, 71, 72), (70, 71, 80, 81)]]
+    ((row, reads),) = ev.causal_rows(items, bidirectional_context=True)
+    assert row == ev.Row(c, ((70,), (70, 71), (70, 71, 80)), True)
     assert len(reads) == 9
-    counts = collections.Counter()
-    score(model, ["ar"], items, counts=counts)
-    assert (counts["rows"], counts["tokens"]) == (1, len(c) + 6)
+
+    tokens, segments, positions, prefix = ev.pad_batch([row])
+    assert tokens[0].tolist() == [*c, 70, 70, 71, 70, 71, 80]
+    assert segments[0].tolist() == [0] * 41 + [1, 2, 2, 3, 3, 3]
+    assert positions[0].tolist() == [*range(41), 41, 41, 42, 41, 42, 43]
+    assert prefix.tolist() == [41]
+    _, counts = score(model, items, ["ar"])
+    assert counts["rows"] == 1 and counts["tokens"] == 41 + 6
 
 
 def test_equal_rows_are_computed_once(model):
-    """pll1 and pll6 share the row of the last token; completions of a length share the row that is all masks."""
-    c, counts = (BOS, 20), collections.Counter()
-    score(model, ["pll1", "pll6"], [(c, (30, 31, 32), 0, 0), (c, (40, 41, 42), 0, 1)], counts=counts)
-    assert counts["rows"] == 2 * 3 + 1 + 2 * 1  # pll1: three each; pll6: all masks once, then one masked token fewer each
-    counts.clear()
-    score(model, ["ar"], [((BOS, 20), (30, 31), doc, 0) for doc in range(9)], counts=counts)
-    assert counts["rows"] == 1
+    """pll1 and pll6 share the row of the last token; completions of a length share all masks."""
+    items = [Item((BOS, 20), w) for w in [(30, 31, 32), (40, 41, 42)]]
+    _, counts = score(model, items, ["pll"])
+    three_of_pll1, all_masks, two_masks = 2 * 3, 1, 2 * 1
+    assert counts["rows"] == three_of_pll1 + all_masks + two_masks
 
 
-def test_padding_is_small(model, tokenizer, tasks):
-    counts = collections.Counter()
-    items = items_of(ev.read_task("mmlu", tasks, 2), tokenizer)
-    for modes in (["ar"], ["pll1"]):
-        score(model, modes, items[:200], counts=counts)
-    assert counts["padding"] < 0.03 * counts["tokens"]
+def test_equal_items_of_several_questions_are_one(trained):
+    questions, _ = ev.make_questions(CHAR, DOCUMENTS + DOCUMENTS, trained)
+    n_distinct = 5 + 2 + 2 + 2
+    assert len(ev.distinct_items(questions)) == n_distinct
+    assert sum(len(question.given) for question in questions) == 2 * (n_distinct + 1)
 
 
-def test_equal_completions_are_one_item_and_the_first_wins(tokenizer):
-    items = items_of(QUESTIONS, tokenizer)
-    assert items[5] == items[6] != items[7] and len({*items}) == 5 + 2 + 2 + 2 == len(items) - 1
-    same = [document("", ["Same.", "Same."], gold) for gold in (0, 1)]
-    assert ev.judge("blimp", same, [-3.0] * 4)["accuracy"] == 0.5  # right if the gold is the first
+def test_padding_is_small_and_not_seen(trained, task_files):
+    documents = ev.read_task("mmlu", task_files, 2)
+    questions, _ = ev.make_questions(TASKS["mmlu"], documents, trained)
+    _, counts = score(trained.model, ev.distinct_items(questions)[:100], ["ar", "pll"])
+    assert 0 < counts["padding"] < 0.03 * counts["tokens"]
 
 
-def test_a_long_question_loses_the_left_of_its_context(tokenizer):
-    d, counts = document("one two three four five six seven\nAnswer:", [" sun", " rain and moon"]), collections.Counter()
-    whole, *_ = items_of([d], tokenizer)
-    longest = max(len(w) for _, w, *_ in items_of([d], tokenizer))
-    items = items_of([d, QUESTIONS[2]], tokenizer, window=longest + 6, counts=counts)
-    assert items[0][0] == items[1][0] == (BOS, *whole[0][-5:])
-    assert counts["truncated"] == 1
-    items = items_of([d], tokenizer, window=3)
-    assert items[0][0] == (BOS,) and len(items[1][1]) == longest  # a completion is never cut
+def test_the_special_tokens_are_those_of_the_checkpoint(trained):
+    other = trained._replace(special=SpecialIds(bos=9, mask=7, all=(7, 9)))
+    questions, _ = ev.make_questions(CHAR, DOCUMENTS, other)
+    items = ev.distinct_items(questions) + ev.heldout_questions(other, 1)[0].given
+    assert all(item.context[0] == 9 for item in items)
+    modes = ev.make_modes(["pll", "chain", "mc"], [1, 6], 4, mask=7)
+    for make_rows in modes.values():
+        for row, _ in make_rows(items):
+            assert 7 in row.trunk and MASK not in row.trunk
 
 
-def test_a_token_across_the_border_is_refused():
+# ---- questions -----------------------------------------------------------------------------------
+def test_a_long_question_loses_the_left_of_its_context(trained):
+    long = document("one two three four five six seven\nAnswer:", [" sun", " rain and moon"])
+    (whole,), n_cut = ev.make_questions(CHAR, [long], trained)
+    assert n_cut == 0
+    longest = max(len(item.completion) for item in whole.given)
+
+    narrow = trained._replace(settings=tiny_settings(seq_len=longest + 6))
+    questions, n_cut = ev.make_questions(CHAR, [long, DOCUMENTS[2]], narrow)
+    assert n_cut == 1
+    for item in questions[0].given:
+        assert item.context == (BOS, *whole.given[0].context[-5:])
+
+
+def test_a_completion_is_never_cut(trained):
+    narrow = trained._replace(settings=tiny_settings(seq_len=3))
+    (cut,), _ = ev.make_questions(CHAR, DOCUMENTS[3:], narrow)
+    (whole,), _ = ev.make_questions(CHAR, DOCUMENTS[3:], trained)
+    assert [item.completion for item in cut.given] == [item.completion for item in whole.given]
+    assert cut.given[0].context == (BOS,)
+
+
+def test_a_token_across_the_border_is_refused(trained):
     """A tokenizer without any splitting, which has learnt ': s' as one token."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.train_from_iterator(["Answer: sun", "r: s", ": s"] * 9 + ["Answer: rain"], tokenizers.trainers.BpeTrainer(vocab_size=40))
-    with pytest.raises(SystemExit, match="a token lies across the end of 'Answer:'"):
-        items_of([document("Answer:", [" rain", " sun"])], bpe)
+    texts = ["Answer: sun", "r: s", ": s"] * 9 + ["Answer: rain"]
+    bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=40))
+    other = trained._replace(tokenizer=bpe)
+    with pytest.raises(SystemExit, match="after 'Answer:'"):
+        ev.make_questions(CHAR, [document("Answer:", [" rain", " sun"])], other)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# scores
-
-def test_raw_char_pmi_and_normalisation():
-    """Two documents that each score decides in another way: raw prefers the short, char the long, pmi the unlikely."""
-    d = [document("c", [" a", " abc", " abcdefg"], gold) for gold in (0, 1, 2)]
-    given, unconditional = [-3.0, -4.5, -7.5], [-1.0, -3.0, -9.0]
-    for name, best in (("blimp", 0), ("arc_easy", 2), ("arc_challenge", 2)):
-        task = ev.TASKS[name]
-        both = task.score == "pmi"
-        result = ev.judge(name, d[best:best + 1], given + unconditional * both)
-        assert result["accuracy"] == 1 and result["normalized"] == 1 and result["stderr"] == 0
-        result = ev.judge(name, d, given * 3 + unconditional * 3 * both)
-        assert result["accuracy"] == pytest.approx(1 / 3)
-        assert result["normalized"] == pytest.approx((1 / 3 - task.chance) / (1 - task.chance))
-        assert result["stderr"] == pytest.approx((2 / 9 / 3) ** 0.5) and result["n"] == 3
-    # char counts the space: -2.1 / 2 is more than -4.4 / 4; without it, -2.1 / 1 would be less than -4.4 / 3
-    spaced = [document("c", [" a", " abc"], 0)]
-    assert ev.judge("arc_easy", spaced, [-2.1, -4.4])["accuracy"] == 1
-    assert ev.judge("arc_easy", spaced, [-2.1, -4.0])["accuracy"] == 0
+def test_heldout_asks_for_the_true_continuation_among_four(trained):
+    corpus = open_corpus(trained.settings.data_dir, trained.settings.vocab_size)
+    stream = " ".join(map(str, corpus.val.tokens.tolist()))
+    questions = ev.heldout_questions(trained, 1000, n_completion=8)
+    assert len(questions) > 20
+    for number, question in enumerate(questions):
+        assert question.document.number == number
+        assert question.document.gold == number % 4
+        is_true = []
+        for item, text in zip(question.given, question.document.completions):
+            assert len(item.context) == 17 and len(item.completion) == 8
+            assert BOS not in item.context[1:] + item.completion
+            assert trained.tokenizer.decode(item.completion) == text
+            passage = " ".join(map(str, item.context[1:] + item.completion))
+            is_true.append(passage in stream)
+        assert is_true.index(True) == question.document.gold
+        assert is_true.count(True) == 1
 
 
-def test_macro_average():
-    """Subtasks count alike, whatever their size."""
-    d = [document("", ["a", "b"], 0, i, "small" if i < 1 else "large") for i in range(5)]
-    result = ev.judge("mmlu", d, [0.0, -1.0] + [-1.0, 0.0] * 3 + [0.0, -1.0])
-    assert result["subtasks"] == {"small": 1.0, "large": 0.25} and result["accuracy"] == 0.625
-    assert result["stderr"] == pytest.approx((0.25 * 0.75 / 4) ** 0.5 / 2)
+def test_heldout_asks_the_same_whatever_the_limit(trained):
+    many = ev.heldout_questions(trained, 50, n_completion=4)
+    assert ev.heldout_questions(trained, 3, n_completion=4) == many[:3]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# strings
+def test_heldout_takes_1000_passages_or_as_many_as_asked(checkpoint, tmp_path, monkeypatch):
+    def count(*args):
+        evaluate(monkeypatch, "--ckpt", checkpoint, "--tasks", "heldout", "--modes", "ar", *args)
+        return json.loads((tmp_path / "j").read_text())["tasks"]["heldout"]["ar"]["n"]
 
-ARC = {"stem": "Why?", "choices": choices(["x", "y", "z"], "123")}
-FIVE = {"stem": "Two  spaces", "choices": choices(list("vwxyz"))}
-SWAG = {"activity_label": "Cooking", "ctx_a": "A man cooks. [title] Then he rests", "ctx_b": "the man", "label": "2", "endings": [
-    "eats. [title] Done. [step] He sleeps .", "[substeps] Take  it.", "goes [a] b", "ends."]}
-LINE = "The following are multiple choice questions (with answers) about {}.\n\nQuestion: "
-
-
-@pytest.mark.parametrize("task, r, more, expected", [
-    ("arc_easy", {"question": ARC, "answerKey": "3"}, None, ("Question: Why?\nAnswer:", [" x", " y", " z"], 2)),
-    ("arc_challenge", {"question": FIVE, "answerKey": "E"}, None,
-     ("Question: Two  spaces\nAnswer:", [" v", " w", " x", " y", " z"], 4)),
-    ("commonsenseqa", {"question": FIVE, "answerKey": "A"}, None,
-     ("Question: Two  spaces\nAnswer:", [" v", " w", " x", " y", " z"], 0)),
-    ("openbookqa", {"question": ARC, "answerKey": "1 "}, None, ("Question: Why?\nAnswer:", [" x", " y", " z"], 0)),
-    ("blimp", {"sentence_good": "It is.", "sentence_bad": "It are."}, "sub", ("", ["It is.", "It are."], 0)),
-    ("hellaswag", SWAG, None, ("Cooking: A man cooks. Then he rests The man",
-                               [" eats. Done. He sleeps .", "  Take it.", " goes b", " ends."], 2)),
-    ("hellaswag", {**SWAG, "ctx_a": "One. [header] Two.", "ctx_b": ""}, None,
-     ("Cooking: One. Two.", [" eats. Done. He sleeps .", "  Take it.", " goes b", " ends."], 2)),
-    ("mmlu", [" Is it\nso? \n", "yes ", " no", "a, b", "4", "D"], "high_school_x",
-     (LINE.format("high school x") + "Is it\nso?\nAnswer:", [" yes ", "  no", " a, b", " 4"], 3)),
-    ("piqa", {"goal": "open it", "sol1": "pull  it ", "sol2": "push"}, "1", ("Goal: open it\nAnswer:", [" pull  it ", " push"], 1)),
-    ("socialiqa", {"context": "A met B.", "question": "Why?", "answerA": "a", "answerB": "b", "answerC": "c"}, "3",
-     ("Question: A met B. Why?\nAnswer:", [" a", " b", " c"], 2)),
-])
-def test_strings(task, r, more, expected):
-    context, completions, gold = ev.render(task, r, more)
-    assert (context, list(completions), gold) == expected
+    short = ["--completion", 1, "--context", 1, "--json", tmp_path / "j"]
+    assert count(*short) == 1000
+    assert count(*short, "--limit", 1003) == 1003
 
 
-def test_documents_are_numbered_over_all_files(tasks):
-    d = ev.read_task("mmlu", tasks, 2)
-    assert [x.doc for x in d[:4]] == [0, 1, 3, 4] and len(d) == 2 * 57
-    assert [x.subtask for x in d[:4]] == ["sub_00"] * 2 + ["sub_01"] * 2 and "about sub 00.\n" in d[0].context
-    assert d[2].completions[0] == " " + record("mmlu", 3)[1]
-    assert [x.gold for x in ev.read_task("socialiqa", tasks, 3)] == [0, 1, 0]  # from the file of labels
-    assert len(ev.read_task("blimp", tasks, 1)) == 67 and [x.subtask for x in ev.read_task("piqa", tasks, 2)] == [None] * 2
+@pytest.mark.parametrize("n_context, n_completion, expected", [(0, 0, (64, 32)), (40, 5, (40, 5))])
+def test_lengths_of_heldout_can_be_chosen(n_context, n_completion, expected, trained):
+    (question,) = ev.heldout_questions(trained, 1, n_context, n_completion)
+    item = question.given[0]
+    assert (len(item.context) - 1, len(item.completion)) == expected
 
 
-def test_the_tasks_are_those_of_the_paper():
-    nine = dict(list(ev.TASKS.items())[:9])
-    assert [t.n for t in nine.values()] == [2376, 1172, 67000, 1221, 10042, 14042, 500, 1838, 1954] and len(ev.TASKS) == 10
-    assert {name for name, t in nine.items() if t.score == "pmi"} == {"arc_challenge", "commonsenseqa", "openbookqa"}
-    assert {name for name, t in nine.items() if t.score == "raw"} == {"blimp"}
+@pytest.mark.parametrize(
+    "seq_len, n_context, message",
+    [(256, 248, "window of this model has 256"), (4096, 2000, "has 0 held-out passages of 2008")],
+)
+def test_heldout_refuses_what_does_not_fit(seq_len, n_context, message, trained):
+    data_dir = trained.settings.data_dir
+    settings = tiny_settings(seq_len=seq_len, eval_tokens=seq_len, data_dir=data_dir)
+    with pytest.raises(SystemExit, match=f"{message}.*shorten --context {n_context}"):
+        ev.heldout_questions(trained._replace(settings=settings), 1, n_context, 8)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the script
-
-def test_heldout(corpus, tokenizer, model):
-    """The true continuation stands at its place; the others are as long and from other passages; all are held out."""
-    s = tiny_settings(data_dir=str(corpus / "data" / "tiny"))
-    val, _ = open_data(s.data_dir, s.vocab_size)[0]["val"]
-    stream = " ".join(map(str, val.tolist()))
-    d = list(ev.heldout({"settings": s}, tokenizer, 0))
-    assert len(d) > 20 and [x.gold for x in d[:5]] == [0, 1, 2, 3, 0]
-    for x in d:
-        c, *joint = x.tokens
-        assert len(c) == 16 and {len(ids) for ids in joint} == {24} and all(ids[:16] == c for ids in joint)
-        assert x.context == tokenizer.decode(c) and x.completions[2] == tokenizer.decode(joint[2][16:])
-        assert [" ".join(map(str, ids)) in stream for ids in joint].index(True) == x.gold
-    assert [x.doc for x in ev.heldout({"settings": s}, tokenizer, 3)] == [0, 1, 2]
-    with pytest.raises(SystemExit, match="trained on"):
-        list(ev.heldout({"settings": s, "data": {}}, tokenizer, 3))
+def test_heldout_refuses_other_data(trained):
+    other = trained._replace(checkpoint={"data": {}})
+    with pytest.raises(SystemExit, match="not what this checkpoint was trained on"):
+        ev.heldout_questions(other, 1)
 
 
-def test_dump_without_a_checkpoint(tasks, tmp_path, monkeypatch):
-    with pytest.raises(SystemExit) as end:
-        run_main(monkeypatch, "--data", tasks, "--limit", 2, "--dump", tmp_path / "d")
-    assert not end.value.code
-    lines = [json.loads(line) for line in open(tmp_path / "d")]
-    assert list(dict.fromkeys(x["task"] for x in lines)) == list(ev.TASKS)[:9]
-    first = next(x for x in lines if x["task"] == "openbookqa")
-    assert first == {"task": "openbookqa", "subtask": None, "doc": 0, "choice": 0, "context": "Question: Where is the rain?\nAnswer:",
-                     "completion": " " + record("openbookqa", 0)["question"]["choices"][0]["text"], "uncond_context": "Answer:", "gold": 0}
-    assert [x["uncond_context"] for x in lines if x["task"] == "piqa"] == [None] * 4
+# ---- judging -------------------------------------------------------------------------------------
+def make_question(texts, gold=0, subtask=None, number=0):
+    """Return a question whose items are told apart by their numbers."""
+    given = [Item((number,), (i,)) for i in range(len(texts))]
+    unconditional = [Item((-1,), (i,)) for i in range(len(texts))]
+    return Question(document("c", texts, gold, number, subtask), given, unconditional)
 
 
-def test_the_script_from_strings_to_table(tasks, checkpoint, model, tokenizer, tmp_path, monkeypatch, capsys):
-    names = "openbookqa,piqa,blimp,heldout"
-    run_main(monkeypatch, "--ckpt", checkpoint, "--data", tasks, "--tasks", names, "--limit", 1, "--mc", 3,
-             "--dump", tmp_path / "new" / "d", "--json", tmp_path / "new" / "j")  # folders are made
-    assert sorted(os.listdir(tmp_path / "new")) == ["d", "j"]  # and no temporary files are left
-    os.rename(tmp_path / "new" / "d", tmp_path / "d"), os.rename(tmp_path / "new" / "j", tmp_path / "j")
-    lines, report = [json.loads(line) for line in open(tmp_path / "d")], json.load(open(tmp_path / "j"))
-    modes = ["ar", "prefix", "pll1", "pll6", "mc"]
-    for x in lines[:4] + lines[5:8]:
-        contexts = {"": x["context"]} | ({"_uncond": "Answer:"} if x["task"] == "openbookqa" else {})
-        for end, context in contexts.items():
-            c = (BOS, *tokenizer.encode(context).ids)
-            w = tuple(tokenizer.encode(context + x["completion"]).ids[len(c) - 1:])
-            for mode in modes:
-                key = (1, list(ev.TASKS).index(x["task"]), x["doc"], x["choice"])
-                assert x[mode + end] == pytest.approx(plain(model, mode, c, w, 3, key), rel=1e-5)
-    assert "ar_uncond" not in next(x for x in lines if x["task"] == "piqa")
-    # the table by hand, from the lines
-    for task in names.split(","):
-        for mode in modes:
-            hits = []
-            for doc in {x["doc"] for x in lines if x["task"] == task}:
-                rows = [x for x in lines if x["task"] == task and x["doc"] == doc]
-                by = [x[mode] - x[mode + "_uncond"] if task == "openbookqa" else
-                      x[mode] / len(x["completion"]) if task == "piqa" else x[mode] for x in rows]
-                hits.append(by.index(max(by)) == rows[0]["gold"])
-            assert report["tasks"][task][mode]["accuracy"] == pytest.approx(np.mean(hits))
-            assert report["tasks"][task][mode]["n"] == len(hits)
-        best = report["tasks"][task]["pll"]
-        assert best["accuracy"] == max(report["tasks"][task][f"pll{n}"]["accuracy"] for n in (1, 6)) and "test" in best["chosen"]
-    nine = [t for name, t in report["tasks"].items() if name != "heldout"]
-    assert report["average"]["ar"] == pytest.approx(np.mean([t["ar"]["normalized"] for t in nine])) and len(nine) == 3
-    out = capsys.readouterr().out
-    assert "chosen on the test score" in out and "average of 3" in out and "padding" in out and "nats" in out
+def judge(task, question, given, unconditional=()):
+    """Return the points of one question, and the number of ties."""
+    log_p = dict(zip(question.given + question.unconditional, [*given, *unconditional]))
+    points, _, n_ties = ev.judge(task, [question], log_p)
+    return points[0], n_ties
 
 
-def test_an_interrupted_run_goes_on(tasks, checkpoint, tmp_path, monkeypatch):
-    """What is finished is not computed again; another limit is another run."""
-    args = ["--ckpt", checkpoint, "--data", tasks, "--tasks", "piqa,arc_easy", "--json", tmp_path / "j"]
-    load, calls, stop = model_py.load_model, [], [10 ** 6]
+@pytest.mark.parametrize("task, best", [(RAW, 0), (CHAR, 2), (PMI, 1)])
+def test_raw_prefers_the_short_char_the_long_and_pmi_the_unlikely(task, best):
+    given, unconditional = [-3.0, -4.5, -7.5], [-1.0, -9.0, -8.0]
+    for gold in range(3):
+        question = make_question([" a", " abc", " abcdefg"], gold)
+        points, n_ties = judge(task, question, given, unconditional)
+        assert points == (1 if gold == best else 0)
+        assert n_ties == 0
 
-    def load_counting(path):
-        model, *rest = load(path)
-        hidden = model.hidden
 
-        def counting(*args):
-            calls.append(1)
-            if len(calls) > stop[0]:
-                raise KeyboardInterrupt
-            return hidden(*args)
-        model.hidden = counting
-        return model, *rest
-    monkeypatch.setattr(model_py, "load_model", load_counting)
-    run_main(monkeypatch, *args, "--limit", 3)
-    whole, expected = len(calls), json.load(open(tmp_path / "j"))
-    for file in checkpoint.glob("eval-*"):
-        file.unlink()
-    calls.clear()
-    stop[0] = whole - 1
-    with pytest.raises(KeyboardInterrupt):
-        run_main(monkeypatch, *args, "--limit", 3)
-    calls.clear()
-    stop[0] = 10 ** 6
-    run_main(monkeypatch, *args, "--limit", 3)
-    assert 0 < len(calls) < whole / 2
-    assert json.load(open(tmp_path / "j"))["tasks"] == expected["tasks"]
-    for changed in (["--limit", 2], ["--limit", 3, "--pll", "1"]):
-        calls.clear()
-        run_main(monkeypatch, *args, *changed)
-        assert len(calls) > 1
-    assert all(file.suffix == ".json" for file in checkpoint.glob("eval-*"))
+def test_char_counts_the_space():
+    """-2.1 / 2 is more than -4.4 / 4; without the space, -2.1 / 1 is less than -4.4 / 3."""
+    question = make_question([" a", " abc"])
+    assert judge(CHAR, question, [-2.1, -4.4]) == (1, 0)
+    assert judge(CHAR, question, [-2.1, -4.0]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "given, gold, expected",
+    [
+        ([-3.0, -3.0], 0, (1 / 2, 1)),
+        ([-3.0, -3.0], 1, (1 / 2, 1)),
+        ([-3.0, -3.0, -3.0, -4.0], 2, (1 / 3, 1)),
+        ([-3.0, -3.0, -4.0], 2, (0, 1)),
+        ([-3.0, -4.0, -4.0], 0, (1, 0)),
+    ],
+)
+def test_ties_share_the_point(given, gold, expected):
+    assert judge(RAW, make_question(["a"] * len(given), gold), given) == expected
+
+
+def test_a_model_without_an_opinion_solves_half_of_blimp(trained, tmp_path, monkeypatch, capsys):
+    """Its right answer always comes first."""
+    model = random_model(tiny_settings()).eval()
+    torch.nn.init.zeros_(model.head.weight)
+    documents = [document("", ["It is.", "It am."], subtask=name) for name in "aabb"]
+    questions, _ = ev.make_questions(TASKS["blimp"], documents, trained._replace(model=model))
+    items = ev.distinct_items(questions)
+    assert len({len(item.completion) for item in items}) == 1
+    modes = ev.make_modes(["ar"], [1], 1, MASK)
+    values, _ = ev.score(model, items, modes)
+    log_p = {"ar": dict(zip(items, values["ar"]))}
+    result = ev.accuracy(TASKS["blimp"], questions, log_p)["ar"]
+    assert result["accuracy"] == 0.5 and result["normalized"] == 0 and result["ties"] == 4
+
+
+def results_of(points_by_subtask, task=TASKS["mmlu"]):
+    """Return the result of a mode that has these points on these subtasks."""
+    questions, log_p = [], {}
+    for subtask, points in points_by_subtask.items():
+        for point in points:
+            question = make_question(["a", "b"], subtask=subtask, number=len(questions))
+            log_p |= {question.given[0]: -1.0, question.given[1]: -2.0 if point else -0.5}
+            questions.append(question)
+    return ev.accuracy(task, questions, {"ar": log_p})["ar"]
+
+
+def test_subtasks_count_alike_whatever_their_size():
+    result = results_of({"small": [1, 1], "large": [1, 0, 0, 0]})
+    assert result["subtasks"] == {"small": 1.0, "large": 0.25}
+    assert result["accuracy"] == 0.625 and result["n"] == 6
+    assert result["normalized"] == pytest.approx((0.625 - 1 / 4) / (3 / 4))
+
+
+def test_standard_errors_are_from_the_unbiased_variance():
+    result = results_of({None: [1, 0, 0, 0]}, CHAR)
+    variance = (0.75**2 + 3 * 0.25**2) / 3
+    assert result["stderr"] == pytest.approx((variance / 4) ** 0.5)
+    result = results_of({"a": [1, 0], "b": [1, 0, 0, 0]})
+    expected = (0.5 / 2 + variance / 4) ** 0.5 / 2
+    assert result["stderr"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("points", [{None: [1]}, {"a": [1], "b": [0]}, {"a": [1], "b": [0, 1]}])
+def test_one_document_has_no_standard_error(points):
+    result = results_of(points)
+    assert result["stderr"] is None and result["nats_per_token_stderr"] is None
+
+
+def test_nothing_is_printed_where_there_is_no_standard_error(
+    checkpoint, task_files, tmp_path, monkeypatch, capsys
+):
+    flags = ["--data", task_files, "--tasks", "blimp,piqa,heldout", "--limit", 1, "--mc", 1]
+    evaluate(monkeypatch, "--ckpt", checkpoint, *flags, "--json", tmp_path / "j")
+    assert "±" not in capsys.readouterr().out
+    for row in json.loads((tmp_path / "j").read_text())["tasks"].values():
+        assert all(result["stderr"] is None for result in row.values())
+
+
+def test_differences_to_ar_are_paired():
+    """Both modes vary a lot from question to question, their difference hardly."""
+    rng = default_rng(0)
+    questions = [make_question(["a", "b"], number=number) for number in range(50)]
+    log_p = {"ar": {}, "prefix": {}}
+    nats = rng.normal(-5, 3, 50)
+    differences = rng.normal(0.1, 0.01, 50)
+    for question, value, difference in zip(questions, nats, differences):
+        log_p["ar"] |= {question.given[0]: value, question.given[1]: -5.0}
+        log_p["prefix"] |= {question.given[0]: value + difference, question.given[1]: -5.0}
+    results = ev.accuracy(RAW, questions, log_p)
+    assert "minus_ar" not in results["ar"]
+    minus_ar = results["prefix"]["minus_ar"]
+    assert results["ar"]["nats_per_token"] == pytest.approx(nats.mean())
+    assert results["ar"]["nats_per_token_stderr"] == pytest.approx(nats.std(ddof=1) / 50**0.5)
+    assert minus_ar["nats_per_token"] == pytest.approx(differences.mean())
+    stderr = differences.std(ddof=1) / 50**0.5
+    assert minus_ar["nats_per_token_stderr"] == pytest.approx(stderr)
+    changed = (nats + differences > -5).astype(float) - (nats > -5)
+    assert minus_ar["accuracy"] == pytest.approx(changed.mean())
+    assert minus_ar["stderr"] == pytest.approx(changed.std(ddof=1) / 50**0.5)
+
+
+def test_nats_per_token_are_those_of_the_right_completion():
+    question = Question(
+        document("c", ["a", "b"], gold=1), [Item((1,), (5, 6)), Item((1,), (7,) * 4)], []
+    )
+    _, nats, _ = ev.judge(RAW, [question], {question.given[0]: -1.0, question.given[1]: -2.0})
+    assert nats.tolist() == [-0.5]
+
+
+def test_combinations_are_those_of_the_papers_table():
+    """The paper's model with 32 repetitions, alpha = 1/2: scores for 1 to 6 masks (appendix)."""
+    rows = {
+        "arc_easy": [18.7, 24.1, 25.5, 26.3, 26.0, 26.3],
+        "arc_challenge": [4.7, 3.3, 3.8, 2.7, 1.9, 2.6],
+        "blimp": [65.2, 63.9, 62.5, 60.3, 60.5, 60.3],
+        "commonsenseqa": [29.4, 32.8, 33.9, 34.1, 34.1, 34.1],
+        "hellaswag": [29.8, 27.0, 26.7, 27.1, 26.7, 26.4],
+        "mmlu": [2.0, 3.5, 3.1, 2.9, 3.3, 3.3],
+        "openbookqa": [9.1, 7.7, 8.5, 9.3, 7.2, 6.9],
+        "piqa": [33.1, 34.3, 35.1, 35.4, 35.6, 36.8],
+        "socialiqa": [11.4, 13.3, 13.7, 13.5, 14.4, 14.4],
+    }
+    results = {"heldout": {f"pll{n}": {"accuracy": 1, "normalized": 99} for n in range(1, 7)}}
+    for name, scores in rows.items():
+        results[name] = {}
+        for n, value in enumerate(scores, 1):
+            results[name][f"pll{n}"] = {"accuracy": value / 100, "normalized": value}
+    combinations = ev.combine_pll(results, range(1, 7))
+    printed = {"1-2": 24.1, "1-3": 24.5, "1-4": 24.6, "1-5": 24.7, "1-6": 24.8}
+    assert combinations == pytest.approx(printed, abs=0.1)
+
+
+# ---- the script ----------------------------------------------------------------------------------
+def evaluate(monkeypatch, *args):
+    """Run the script in this process."""
+    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
+    ev.main()
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_strings_can_be_dumped_without_a_checkpoint(task_files, tmp_path, monkeypatch):
+    evaluate(monkeypatch, "--data", task_files, "--limit", 2, "--dump", tmp_path / "d")
+    lines = read_lines(tmp_path / "d")
+    assert list(dict.fromkeys(line["task"] for line in lines)) == list(TASKS)
+    first = next(line for line in lines if line["task"] == "openbookqa")
+    text = make_record("openbookqa", 0)["question"]["choices"][0]["text"]
+    assert first == {
+        "task": "openbookqa",
+        "subtask": None,
+        "doc": 0,
+        "choice": 0,
+        "context": "Question: Where is the rain?\nAnswer:",
+        "completion": " " + text,
+        "uncond_context": "Answer:",
+        "gold": 0,
+    }
+    piqa = [line["uncond_context"] for line in lines if line["task"] == "piqa"]
+    assert piqa == [None] * 4
+
+
+NAMES = ["blimp", "openbookqa", "piqa", "heldout"]
+MODE_NAMES = ["ar", "prefix", "pll1", "pll6", "chain", "mc"]
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained, task_files, tmp_path_factory):
+    """Return what one evaluation of four tasks in all modes prints, reports and dumps."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    save_checkpoint(trained, folder / "run")
+    flags = ["--ckpt", "run", "--data", str(task_files), "--tasks", ",".join(NAMES)]
+    flags += ["--modes", "ar,prefix,pll,chain", "--mc", "3", "--limit", "2"]
+    output = run("eval.py", *flags, "--dump", "new/d", "--json", "new/j", cwd=folder)
+    assert sorted(os.listdir(folder / "new")) == ["d", "j"]  # and no temporary file
+    return output, json.loads((folder / "new/j").read_text()), read_lines(folder / "new/d")
+
+
+def test_the_dump_holds_the_scores_of_the_plain_scorer(evaluated, trained):
+    _, _, lines = evaluated
+    chosen = [line for line in lines if line["task"] in ("openbookqa", "piqa")][:10]
+    for line in chosen:
+        contexts = {"": line["context"]}
+        if line["task"] == "openbookqa":
+            contexts["_uncond"] = "Answer:"
+        for ending, context in contexts.items():
+            c = (BOS, *trained.tokenizer.encode(context).ids)
+            joint = trained.tokenizer.encode(context + line["completion"]).ids
+            item = Item(c, tuple(joint[len(c) - 1 :]))
+            assert line["tokens"] == len(item.completion)
+            for mode in MODE_NAMES:
+                expected = plain(trained.model, mode, item, n_draws=3)
+                assert line[mode + ending] == pytest.approx(expected, rel=1e-5)
+    assert "ar_uncond" not in chosen[-1]
+
+
+def test_the_report_follows_from_the_dump(evaluated):
+    _, report, lines = evaluated
+    for name, mode in itertools.product(NAMES, MODE_NAMES):
+        documents = {}
+        for line in lines:
+            if line["task"] == name:
+                documents.setdefault(line["doc"], []).append(line)
+        points, nats = [], []
+        for choices in documents.values():
+            scores = []
+            for line in choices:
+                value = line[mode]
+                if name == "openbookqa":
+                    value -= line[f"{mode}_uncond"]
+                if name == "piqa":
+                    value /= len(line["completion"])
+                scores.append(value)
+            gold = choices[0]["gold"]
+            points.append((scores[gold] == max(scores)) / scores.count(max(scores)))
+            nats.append(choices[gold][mode] / choices[gold]["tokens"])
+        result = report["tasks"][name][mode]
+        assert result["n"] == len(points)
+        assert result["accuracy"] == pytest.approx(np.mean(points))
+        assert result["nats_per_token"] == pytest.approx(np.mean(nats))
+
+
+def test_the_average_is_over_the_papers_tasks(evaluated):
+    output, report, _ = evaluated
+    normalized = [report["tasks"][name]["ar"]["normalized"] for name in NAMES if name in TASKS]
+    assert len(normalized) == 3 and "average of 3" in output
+    assert report["average"]["ar"] == pytest.approx(np.mean(normalized))
+
+
+def test_pll_is_the_best_number_of_masks_and_says_so(evaluated):
+    output, report, _ = evaluated
+    assert "chosen on the test score" in output
+    for row in report["tasks"].values():
+        assert row["pll"]["accuracy"] == max(row["pll1"]["accuracy"], row["pll6"]["accuracy"])
+        assert "on the test score" in row["pll"]["chosen"]
 
 
 def test_heldout_alone_has_no_average(checkpoint, tmp_path, monkeypatch, capsys):
-    """The average is over the nine tasks of the paper; heldout is none of them."""
-    run_main(monkeypatch, "--ckpt", checkpoint, "--data", tmp_path, "--limit", 2, "--modes", "ar", "--json", tmp_path / "j")
-    out = capsys.readouterr().out
-    assert "heldout" in out and "average" not in out and json.load(open(tmp_path / "j"))["average"] == {}
+    flags = ["--ckpt", checkpoint, "--data", tmp_path, "--limit", 2, "--modes", "ar"]
+    evaluate(monkeypatch, *flags, "--json", tmp_path / "j")
+    output = capsys.readouterr().out
+    assert "heldout" in output and "average" not in output
+    assert json.loads((tmp_path / "j").read_text())["average"] == {}
 
 
-def test_two_ranks_equal_one(tasks, checkpoint, tmp_path, monkeypatch):
-    """Also when strings and bytes hash differently on each rank, as they do without PYTHONHASHSEED."""
-    args = ["--data", tasks, "--tasks", "openbookqa,piqa,heldout", "--limit", 3, "--mc", 3]
-    torch.set_num_threads(1)
+def test_heldout_prints_differences_to_ar_with_their_errors(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    flags = ["--ckpt", checkpoint, "--tasks", "heldout", "--limit", 5, "--completion", 4]
+    evaluate(monkeypatch, *flags, "--json", tmp_path / "j")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    row = json.loads((tmp_path / "j").read_text())["tasks"]["heldout"]
+    for mode in ("prefix", "pll1", "pll6"):
+        minus_ar = row[mode]["minus_ar"]
+        expected = [mode]
+        for value, error, digits in (
+            (row[mode]["nats_per_token"], row[mode]["nats_per_token_stderr"], 3),
+            (100 * minus_ar["accuracy"], 100 * minus_ar["stderr"], 1),
+            (minus_ar["nats_per_token"], minus_ar["nats_per_token_stderr"], 4),
+        ):
+            expected += [f"{value:.{digits}f}", f"±{error:.{digits}f}"]
+        assert expected in lines
+
+
+def test_many_mask_counts_print_the_table_of_combinations(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    flags = ["--ckpt", checkpoint, "--tasks", "heldout", "--limit", 4, "--completion", 4]
+    flags += ["--modes", "pll", "--json", tmp_path / "j"]
+    evaluate(monkeypatch, *flags, "--pll", "1,2,3,4,5,6")
+    report = json.loads((tmp_path / "j").read_text())
+    assert list(report["combinations"]) == ["1-2", "1-3", "1-4", "1-5", "1-6"]
+    lines = [line.split()[-5:] for line in capsys.readouterr().out.splitlines()]
+    assert list(report["combinations"]) in lines
+    assert [f"{100 * value:.1f}" for value in report["combinations"].values()] in lines
+    row = report["tasks"]["heldout"]
+    best = max(row["pll1"]["normalized"], row["pll3"]["normalized"])
+    assert report["combinations"]["1-3"] == pytest.approx(best)
+    evaluate(monkeypatch, *flags, "--pll", "1,6")
+    assert "1-6" not in capsys.readouterr().out
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+@pytest.fixture
+def forward_passes(monkeypatch):
+    """Count forward passes; passes["allowed"] more of them end the process as Ctrl-C does."""
+    passes = Counter(allowed=10**6)
+    hidden = model_file.Transformer.hidden
+
+    def counting(self, *args):
+        passes["done"] += 1
+        if passes["done"] > passes["allowed"]:
+            raise KeyboardInterrupt
+        return hidden(self, *args)
+
+    monkeypatch.setattr(model_file.Transformer, "hidden", counting)
+    return passes
+
+
+def test_an_interrupted_evaluation_resumes(
+    checkpoint, task_files, tmp_path, monkeypatch, forward_passes
+):
+    """What is finished is not computed again, and the report is that of the whole."""
+    flags = ["--ckpt", checkpoint, "--data", task_files, "--tasks", "piqa,arc_easy", "--limit", 3]
+    flags += ["--json", tmp_path / "j"]
+    evaluate(monkeypatch, *flags)
+    expected = json.loads((tmp_path / "j").read_text())
+    n_whole = forward_passes["done"]
+    for file in checkpoint.glob("eval-*"):
+        file.unlink()
+
+    forward_passes.update(done=-n_whole, allowed=n_whole - 1 - 10**6)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(monkeypatch, *flags)
+    forward_passes.update(done=-n_whole, allowed=10**6)
+    evaluate(monkeypatch, *flags)
+    assert 0 < forward_passes["done"] < n_whole
+    assert json.loads((tmp_path / "j").read_text()) == expected
+    assert expected["counts"]["padding"] > 0
+    assert [file.suffix for file in checkpoint.glob("eval-*")] == [".json"]
+
+
+@pytest.mark.parametrize("change", [["--limit", 2], ["--pll", "1"], ["--modes", "ar"], ["--mc", 2]])
+def test_other_flags_are_another_evaluation(change, checkpoint, monkeypatch, forward_passes):
+    flags = ["--ckpt", checkpoint, "--tasks", "heldout", "--limit", 3, "--completion", 2]
+    evaluate(monkeypatch, *flags)
+    n_passes = forward_passes["done"]
+    evaluate(monkeypatch, *flags)
+    assert forward_passes["done"] == n_passes
+    evaluate(monkeypatch, *flags, *change)
+    assert forward_passes["done"] > n_passes
+
+
+@pytest.mark.parametrize("name", ["eval.py", "tasks.py", "model.py", "data.py", "checkpoint.py"])
+def test_saved_scores_of_other_code_are_not_used(name, trained, checkpoint, tmp_path, monkeypatch):
+    """A change of any module that takes part, and of the checkpoint."""
+    for file in Path(ROOT).glob("*.py"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.setattr(ev, "__file__", str(tmp_path / "eval.py"))
+    args = ev.argparse.Namespace(
+        ckpt=str(checkpoint), tasks=["heldout"], modes=["ar"], pll=[1], mc=256
+    )
+    questions = {"heldout": ev.heldout_questions(trained, 2)}
+
+    def find():
+        return ev.find_saved_scores(args, questions, trained.model)
+
+    before = find()
+    assert before == find()
+    with open(tmp_path / name, "a") as file:
+        file.write("# changed\n")
+    assert find() != before
+    before = find()
+    with open(checkpoint / "ckpt.pt", "ab") as file:
+        file.write(b"changed")
+    assert find() != before
+
+
+def test_two_ranks_equal_one(checkpoint, task_files, tmp_path, monkeypatch):
+    """Also when strings hash differently on each rank, as they do without PYTHONHASHSEED."""
+    flags = ["--data", task_files, "--tasks", "openbookqa,piqa,heldout", "--limit", 3, "--mc", 3]
     shutil.copytree(checkpoint, tmp_path / "other")
-    run(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python",
-        "sh", "-c", 'PYTHONHASHSEED=$((RANK + 1)) exec "$0" "$@"', sys.executable, os.path.join(ROOT, "eval.py"),
-        "--ckpt", "other", "--dump", "two", *map(str, args), cwd=tmp_path)
-    run_main(monkeypatch, "--ckpt", checkpoint, "--dump", tmp_path / "one", *args)
-    assert open(tmp_path / "one").read() == open(tmp_path / "two").read()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    seeded = ["--no-python", "sh", "-c", 'PYTHONHASHSEED=$((RANK + 1)) exec "$0" "$@"']
+    script = [sys.executable, os.path.join(ROOT, "eval.py"), "--ckpt", "other", "--dump", "two"]
+    run(*launcher, *seeded, *script, *map(str, flags), cwd=tmp_path)
+    evaluate(monkeypatch, "--ckpt", checkpoint, "--dump", tmp_path / "one", *flags)
+    assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# bad input: one line that says what is wrong
-
-def spoil_line(path, number, text):
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:number] + [text] + lines[number + 1:]))
-
-
-@pytest.mark.parametrize("task, spoil, message", [
-    ("piqa", lambda f: (f / "valid.jsonl").unlink(), "0 files valid.jsonl"),
-    ("piqa", lambda f: (f / "valid-labels.lst").unlink(), "valid-labels.lst"),
-    ("piqa", lambda f: (f / "valid-labels.lst").write_text("0\n"), "record 2 is wrong"),
-    ("piqa", lambda f: (f / "valid-labels.lst").write_text("0\n2\n0\n"), "record 2 is wrong.*number 2 of"),
-    ("piqa", lambda f: (f / "valid.jsonl").write_bytes((f / "valid.jsonl").read_bytes()[:-30]), "record 3 is wrong"),
-    ("piqa", lambda f: (f / "valid.jsonl").write_text(""), "0 records"),
-    ("blimp", lambda f: (f / "sub_05.jsonl").unlink(), "66 files"),
-    ("arc_easy", lambda f: spoil_line(f / "ARC-Easy-Test.jsonl", 1, "[]\n"), "record 2 is wrong"),
-    ("arc_easy", lambda f: spoil_line(f / "ARC-Easy-Test.jsonl", 2, json.dumps({"question": ARC, "answerKey": "F"}) + "\n"), "record 3"),
-    ("hellaswag", lambda f: spoil_line(f / "hellaswag_val.jsonl", 0, json.dumps({**SWAG, "endings": ["a", " [b] "]}) + "\n"),
-     "record 1 is wrong.*empty completion"),
-    ("mmlu", lambda f: spoil_line(f / "sub_03_test.csv", 1, "question,a,b,c,D\n"), "sub_03_test.csv, record 2 is wrong"),
-])
-def test_bad_task_files(task, spoil, message, tasks, tmp_path):
-    shutil.copytree(tasks / task, tmp_path / task)
-    assert ev.read_task(task, tmp_path, 2)
-    spoil(tmp_path / task)
-    with pytest.raises((SystemExit, FileNotFoundError), match=message) as error:
-        ev.read_task(task, tmp_path, 2)
-    assert "\n" not in str(error.value)
+# ---- mistakes: one line that says what is wrong --------------------------------------------------
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--tasks arc_esay", "no task named 'arc_esay', did you mean 'arc_easy'"),
+        ("--modes ar,prefx", "no mode named 'prefx', did you mean 'prefix'"),
+        ("--pll 1,0", "--pll takes numbers of masks"),
+        ("--pll x", "--pll takes numbers of masks"),
+        ("--limit -1", "--limit.*numbers from 0"),
+        ("--context -1", "--context.*numbers from 0"),
+        ("--ckpt nowhere", "nowhere"),
+        ("--data nowhere --tasks piqa", "no folder nowhere/piqa: .*prepare.py --tasks"),
+        ("--ckpt=", "which model.*--ckpt out/demo"),
+        ("--ckpt= --dump d --tasks heldout", "heldout needs --ckpt"),
+        ("--ckpt= --dump d --data nowhere", "heldout needs --ckpt.*prepare.py --tasks"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_says_what_to_do(
+    flags, message, checkpoint, task_files, monkeypatch
+):
+    known = ["--ckpt", checkpoint, "--data", task_files, "--limit", 1]
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*{message}[^\n]*$"):
+        evaluate(monkeypatch, *known, *flags.split())
 
 
-def test_a_part_of_a_release_needs_a_limit(tasks):
-    for limit in (0, 4):
-        with pytest.raises(SystemExit, match="3 records in 1 files ARC-Easy-Test.jsonl, not 2,376"):
-            ev.read_task("arc_easy", tasks, limit)
+def test_a_bare_call_is_one_helpful_line(tmp_path):
+    output = run("eval.py", cwd=tmp_path, code=1)
+    assert output.count("\n") == 1
+    assert "--ckpt out/demo" in output
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--tasks", "arc_esay"], "no task named 'arc_esay', did you mean 'arc_easy'"),
-    (["--modes", "ar,prefx"], "no mode named 'prefx', did you mean 'prefix'"),
-    (["--pll", "1,0"], "--pll takes numbers"),
-    (["--pll", "x"], "--pll takes numbers"),
-    (["--limit", "-1"], "--limit"),
-    (["--ckpt", "nowhere"], "nowhere"),
-    (["--data", "nowhere", "--tasks", "piqa"], "nowhere"),
-    (["--tasks", "heldout", "--ckpt", ""], "--ckpt"),
-    (["--ckpt", ""], "--ckpt"),
-])
-def test_bad_flags(args, message, checkpoint, tasks, monkeypatch):
-    with pytest.raises((SystemExit, FileNotFoundError), match=message):
-        run_main(monkeypatch, "--ckpt", checkpoint, "--data", tasks, "--limit", 1, *args)
+def test_every_flag_has_a_help_text(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        evaluate(monkeypatch, "--help")
+    _, *flags = re.split(r"\n  (?=--)", capsys.readouterr().out)
+    assert len(flags) == 11
+    for flag in flags:
+        name, placeholder, *text = flag.split()
+        assert text, name
 
 
-def test_a_checkpoint_without_tokenizer(checkpoint, tasks, monkeypatch):
-    contents = torch.load(checkpoint / "ckpt.pt")
-    del contents["tokenizer"]
-    torch.save(contents, checkpoint / "ckpt.pt")
+def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint, monkeypatch):
+    content = torch.load(checkpoint / "ckpt.pt")
+    del content["tokenizer"]
+    torch.save(content, checkpoint / "ckpt.pt")
     with pytest.raises(SystemExit, match="no tokenizer"):
-        run_main(monkeypatch, "--ckpt", checkpoint, "--data", tasks, "--limit", 1)
+        evaluate(monkeypatch, "--ckpt", checkpoint, "--tasks", "heldout")
+
+
+def test_a_model_that_has_diverged_is_refused(checkpoint, monkeypatch):
+    content = torch.load(checkpoint / "ckpt.pt")
+    content["model"]["norm.weight"].fill_(float("nan"))
+    torch.save(content, checkpoint / "ckpt.pt")
+    with pytest.raises(SystemExit, match="not finite"):
+        evaluate(monkeypatch, "--ckpt", checkpoint, "--tasks", "heldout", "--limit", 1)
