@@ -1,4 +1,5 @@
-"""Exported models against transformers, imported ones against a forward pass of their own."""
+"""Exported models against transformers and llama.cpp; imported ones against their own logits."""
+
 import json
 import os
 import pickle
@@ -7,37 +8,42 @@ import resource
 import pytest
 import tokenizers
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies
+from safetensors.torch import load_file, save_file
 
-import configurator
+import export
+from checkpoint import load_model
 from configurator import Settings
-from conftest import tiny_settings
-from data import BOS, MASK, N_SPECIAL
-from model import Transformer, load_model, make_mask
+from conftest import BOS, MASK, N_SPECIAL, SPECIAL, prose, run, tiny_settings
+from model import ReleasedHead, Transformer, make_mask
 from sample import extend
-from test_sample import generator, last, options, save_checkpoint, script, tiny_tokenizer
+from test_sample import NOT_BOS, call, generate, save_checkpoint, tiny_tokenizer
 
 SIZES = dict(n_layer=3, n_head=4, n_embd=64, n_ff=100, seq_len=64)
 
 
-# ---- to transformers -------------------------------------------------------------------------------------------------
+def logits_of(model, tokens, prefix=0):
+    """Return the logits of our model, causal or with a bidirectional prefix."""
+    t = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = make_mask(torch.ones_like(t), t, torch.full((len(t),), prefix))
+    return model.head(model.hidden(tokens, mask, t))
 
+
+# ---- to transformers -----------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """A checkpoint, and the folder that export.py makes of it."""
-    import subprocess
-    import sys
-
-    from conftest import ROOT
     folder = tmp_path_factory.mktemp("export")
     ckpt = save_checkpoint(folder, **SIZES)
     content = torch.load(folder / "ckpt.pt", weights_only=True)
-    records = [{"step": step, "val_ar": 10 - step / 7, "val_md": 20 - step} for step in (2, 6)] + [{"step": 6, "train_ar": 5.0}]
+    records = [
+        {"step": 2, "val_ar": 11.0, "val_md": 12.0},
+        {"step": 6, "val_ar": 9.14286, "val_md": 14.0},
+        {"step": 6, "train_ar": 5.0},
+    ]
+    content["model"]["head.weight"][NOT_BOS] = 0  # llama.cpp does not suppress these
     torch.save(content | {"records": records}, folder / "ckpt.pt")
-    command = [sys.executable, os.path.join(ROOT, "export.py"), "--ckpt", ckpt, "--out", str(folder / "a" / "hf")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    run("export.py", "--ckpt", ckpt, "--out", "a/hf", cwd=folder)
     assert os.listdir(folder / "a") == ["hf"]
     return ckpt, str(folder / "a" / "hf")
 
@@ -46,126 +52,417 @@ def exported(tmp_path_factory):
 def auto(exported):
     """What transformers makes of it, told nothing but the folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    return AutoModelForCausalLM.from_pretrained(exported[1]).eval(), AutoTokenizer.from_pretrained(exported[1])
+
+    folder = exported[1]
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
 @torch.no_grad()
-def test_logits(exported, auto):
-    model, _, _ = load_model(exported[0])
-    assert type(auto[0]).__name__ == "LlamaForCausalLM" and auto[0].dtype == torch.float32
-    tokens, t = torch.randint(N_SPECIAL, 300, (2, 64)), torch.arange(64).expand(2, 64)
-    mask = make_mask(torch.ones_like(t), t, torch.zeros(2, dtype=torch.long))
-    torch.testing.assert_close(auto[0](tokens).logits, model.head(model.hidden(tokens, mask, t)), rtol=1e-4, atol=1e-4)
+def test_transformers_computes_the_same_logits(exported, auto):
+    ours = load_model(exported[0]).model
+    theirs, _ = auto
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert theirs.dtype == torch.float32
+    tokens = torch.randint(N_SPECIAL, 300, (2, 64))
+    torch.testing.assert_close(theirs(tokens).logits, logits_of(ours, tokens), rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=strategies.text() | strategies.lists(strategies.sampled_from(
-    ["<mask>", "<s>", "</s>", "<pad>", "<special_3>", " ", "\n", "ba", "'s", " .", "é", "日本", "\x00"])).map("".join))
-def test_token_ids(exported, auto, text):
-    """The same ids for any text, literal special tokens included, after the <s> that opens it; and back."""
-    ids = load_model(exported[0])[1].encode(text, add_special_tokens=False).ids
-    assert auto[1](text)["input_ids"] == [BOS] + ids and auto[1](text, add_special_tokens=False)["input_ids"] == ids
-    assert auto[1].decode(ids) == text and min(ids, default=N_SPECIAL) >= N_SPECIAL
+@torch.no_grad()
+def test_transformers_scores_with_a_prefix_and_in_both_directions(exported, auto):
+    """A 4D mask makes plain transformers compute what eval.py does in modes prefix and pll1."""
+    from eval import Item, make_modes, score
+
+    trained = load_model(exported[0])
+    model, tokenizer = auto
+
+    # ---- as in the README ----
+    def log_probabilities(ids, n_both_ways):
+        """Return (T, V): row i predicts token i + 1. The first n positions see each other."""
+        T = len(ids)
+        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        mask[:, :n_both_ways] = True
+        logits = model(torch.tensor([ids]), attention_mask=mask[None, None]).logits
+        return logits[0].log_softmax(-1)
+
+    context = tokenizer("Da mor").input_ids  # opens with <s>
+    completion = tokenizer(" bedi lo", add_special_tokens=False).input_ids
+    ids = context + completion
+    prefix = pll = 0.0
+    for i in range(len(context), len(ids)):
+        prefix += log_probabilities(ids, len(context))[i - 1, ids[i]]
+        masked = ids[:i] + [tokenizer.mask_token_id] + ids[i + 1 :]
+        pll += log_probabilities(masked, len(ids))[i - 1, ids[i]]
+    # --------------------------
+
+    item = Item(tuple(context), tuple(completion))
+    modes = make_modes(["ar", "prefix", "pll"], [1], 0, trained.special.mask)
+    scores, _ = score(trained.model, [item], modes)
+    assert scores["prefix"][0] == pytest.approx(prefix.item(), abs=1e-4)
+    assert scores["pll1"][0] == pytest.approx(pll.item(), abs=1e-4)
+    assert abs(scores["ar"][0] - prefix.item()) > 1e-2
 
 
-def test_the_same_greedy_continuation(exported, auto):
-    model, tokenizer, _ = load_model(exported[0])
-    for text in ("ba do", "", "x <mask>"):
-        inputs = auto[1](text, return_tensors="pt")
-        theirs = auto[0].generate(**inputs, max_new_tokens=30, do_sample=False)[0].tolist()
-        ours = last(extend(model, [inputs["input_ids"][0].tolist()], generator(), options(length=30, temperature=0)))[0].tolist()
-        assert theirs == ours[:len(theirs)] and set(ours[len(theirs):]) <= {BOS}
+PIECES = ["<mask>", "<s>", "</s>", "<pad>", "<special_3>", " ", "\n", "ba", "'s", " .", "é", "日本"]
+PIECES += ["\x00"]
 
 
-def test_special_tokens_and_card(exported, auto):
-    assert auto[1].bos_token_id == auto[1].eos_token_id == auto[0].config.eos_token_id == BOS
-    assert auto[0].generation_config.eos_token_id == BOS and auto[1].mask_token_id == MASK
-    assert auto[0].generation_config.suppress_tokens == [0, *range(2, N_SPECIAL)]
-    with open(os.path.join(exported[1], "README.md")) as f:
-        card = f.read()
-    for fact in ("alpha = 1/2", "R = 2 ", "3,072 tokens", "step 6", "AR 9.1429", "MD 14.0000"):  # 6 steps x 8 x 64; not of step 8
-        assert fact in card, fact
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    text=strategies.text() | strategies.lists(strategies.sampled_from(PIECES)).map("".join),
+)
+def test_transformers_finds_the_same_tokens_in_any_text(exported, auto, text):
+    """Literal special tokens are text. <s> is put before it."""
+    ids = load_model(exported[0]).tokenizer.encode(text, add_special_tokens=False).ids
+    theirs = auto[1]
+    assert theirs(text)["input_ids"] == [BOS] + ids
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert min(ids, default=N_SPECIAL) >= N_SPECIAL
 
 
-def test_refusals(exported, tmp_path, monkeypatch, capsys):
-    def export(*argv):
-        return script(monkeypatch, capsys, "export.py", *argv)
-    for argv, message in ((["--ckpt", exported[0], "--out", exported[1]], "does not exist yet"), (["--ckpt", exported[0]], "--out"),
-                          (["--out", tmp_path / "x"], "--ckpt"), (["--ckpt", tmp_path / "no", "--out", tmp_path / "x"], "no such")):
-        assert export(*argv).startswith("error: ") and message in export(*argv)
-    assert os.listdir(tmp_path) == []
+TEXTS = ["ba do", "", "x <mask>"]
 
 
-def test_a_failed_export_leaves_nothing(exported, tmp_path, monkeypatch, capsys):
-    """Nor does what a killed one left get into the next."""
-    def export():
-        return script(monkeypatch, capsys, "export.py", "--ckpt", exported[0], "--out", tmp_path / "hf")
-    os.mkdir(tmp_path / "hf.tmp")
-    (tmp_path / "hf.tmp" / "model.bin").write_text("stale")
+@pytest.mark.parametrize("text", TEXTS)
+def test_transformers_continues_a_text_in_the_same_way(exported, auto, text):
+    model, tokenizer = auto
+    inputs = tokenizer(text, return_tensors="pt")
+    theirs = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0].tolist()
+    rows = inputs["input_ids"].tolist()
+    ours = generate(extend, load_model(exported[0]).model, rows, length=30, temperature=0)[-1]
+    ours = ours[0].tolist()
+    assert theirs == ours[: len(theirs)]
+    assert set(ours[len(theirs) :]) <= {BOS}
+
+
+def test_transformers_continues_a_batch_as_it_does_single_texts(auto):
+    """Prompts are padded on the left: new tokens follow the last one of each."""
+    model, tokenizer = auto
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    together = model.generate(**batch, max_new_tokens=10, do_sample=False)
+    for text, row in zip(TEXTS, tokenizer.batch_decode(together, skip_special_tokens=True)):
+        inputs = tokenizer(text, return_tensors="pt")
+        alone = model.generate(**inputs, max_new_tokens=10, do_sample=False)[0]
+        assert row == tokenizer.decode(alone, skip_special_tokens=True)
+
+
+def test_special_tokens_are_known_to_transformers(auto):
+    model, tokenizer = auto
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == BOS
+    assert tokenizer.mask_token_id == MASK
+    assert tokenizer.pad_token_id == model.config.pad_token_id == 3
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == BOS
+    assert model.generation_config.suppress_tokens == NOT_BOS
+
+
+def test_the_model_card_has_front_matter_and_the_last_losses(exported):
+    with open(os.path.join(exported[1], "README.md")) as file:
+        _, front_matter, text = file.read().split("---\n", 2)
+    assert "library_name: transformers\n" in front_matter
+    facts = ["alpha = 1/2", "R = 2 ", "3,072 tokens", "step 6", "AR 9.1429", "MD 14.0000"]
+    for fact in facts:  # 6 steps x 8 x 64
+        assert fact in text, fact
+
+
+def test_weights_can_be_bfloat16(exported, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run("export.py", "--ckpt", exported[0], "--out", "hf", "--dtype", "bfloat16", cwd=tmp_path)
+    exact = load_file(os.path.join(exported[1], "model.safetensors"))
+    for name, weight in load_file(tmp_path / "hf" / "model.safetensors").items():
+        assert torch.equal(weight, exact[name].bfloat16())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+
+
+# ---- to llama.cpp --------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_llama_cpp_continues_a_text_in_the_same_way(exported, tmp_path, dtype):
+    pytest.importorskip("gguf")
+    llama_cpp = pytest.importorskip("llama_cpp")
+    trained = load_model(exported[0])
+    run("export.py", "--ckpt", exported[0], "--gguf", "m.gguf", "--dtype", dtype, cwd=tmp_path)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+    theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, verbose=False)
+    n_tokens = 20 if dtype == "float32" else 1  # later ones may differ by rounding
+    for text in ["ba do", "Mor 3's <mask>\n\n  x", ""]:
+        tokens = theirs.tokenize(text.encode(), add_bos=True, special=False)
+        assert tokens == [BOS] + trained.tokenizer.encode(text, add_special_tokens=False).ids
+        ours = generate(extend, trained.model, [tokens], length=n_tokens, temperature=0)[-1][0]
+        continuation = []
+        for token in theirs.generate(tokens, temp=0):
+            continuation.append(token)
+            if len(continuation) == n_tokens or token == BOS:
+                break
+        assert continuation == ours[len(tokens) :][: len(continuation)].tolist()
+
+
+def test_a_tokenizer_that_llama_cpp_would_misread_is_refused(tmp_path):
+    pytest.importorskip("gguf")
+    tokenizer = tiny_tokenizer(tokenizers.normalizers.NFC())
+    ckpt = save_checkpoint(tmp_path, tokenizer)
+    assert "error: --gguf" in call(export, "--ckpt", ckpt, "--gguf", tmp_path / "m.gguf")
+
+
+# ---- refusals and interruptions ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--ckpt", "run", "--out", "run"], "error: run exists already"),
+        (["--ckpt", "absent", "--out", "x"], "error: no checkpoint absent"),
+        (["--from_llama", "absent", "--out", "x"], "No such file or directory"),
+        (["--from_llama", "absent", "--gguf", "x"], "error: --gguf goes with --ckpt"),
+        (["--ckpt", "run"], "required"),
+        (["--out", "x"], "required"),
+        (["--ckpt", "run", "--out", "x", "--gguf", "y"], "not allowed with"),
+        (["--ckpt", "run", "--from_llama", "y", "--out", "x"], "not allowed with"),
+    ],
+)
+def test_a_mistake_is_named(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("run")
+    save_checkpoint("run")
+    assert message in call(export, *flags)
+    assert os.listdir() == ["run"]
+
+
+def test_a_failed_export_leaves_nothing_and_no_rest_gets_into_the_next(
+    exported, tmp_path, monkeypatch
+):
+    def leave_a_rest():
+        os.mkdir(tmp_path / "hf.tmp")
+        (tmp_path / "hf.tmp" / "model.bin").write_text("stale")
+
+    flags = "--ckpt", exported[0], "--out", tmp_path / "hf"
+    leave_a_rest()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # no room for the weights
     try:
-        message = export()
+        message = call(export, *flags)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert message.startswith("error: cannot export") and os.listdir(tmp_path) == []
-    os.mkdir(tmp_path / "hf.tmp")
-    (tmp_path / "hf.tmp" / "model.bin").write_text("stale")
-    export()
-    assert os.listdir(tmp_path) == ["hf"] and sorted(os.listdir(tmp_path / "hf")) == sorted(os.listdir(exported[1]))
+    assert message.startswith("error: cannot turn")
+    assert os.listdir(tmp_path) == []
+
+    leave_a_rest()
+    assert call(export, *flags) == f"wrote {tmp_path / 'hf'}\n"
+    assert os.listdir(tmp_path) == ["hf"]
+    assert sorted(os.listdir(tmp_path / "hf")) == sorted(os.listdir(exported[1]))
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "model_card", interrupt)  # the last file to be written
+    with pytest.raises(KeyboardInterrupt):
+        call(export, "--ckpt", exported[0], "--out", tmp_path / "second")
+    assert os.listdir(tmp_path) == ["hf"]
 
 
-# ---- from the paper's released models --------------------------------------------------------------------------------
+# ---- from a Llama --------------------------------------------------------------------------------
+LLAMA = dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=100,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
 
+
+def foreign_tokenizer():
+    """Return a BPE of 300 tokens with one special token of another name, and no <mask>."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>"],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(prose(50), trainer)
+    return tokenizer
+
+
+def save_llama(folder, shard="1GB", **changes):
+    """Save a random Llama with transformers, and return it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "rope_parameters": rope, **changes}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2) if p.ndim == 2 else p.uniform_(0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size=shard)
+    foreign_tokenizer().save(str(folder / "tokenizer.json"))
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},  # grouped-query attention, tied embeddings
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 320},
+        {"shard": "50KB", "tie_word_embeddings": False},
+    ],
+)
+def test_a_llama_keeps_its_logits(changes, tmp_path):
+    theirs = save_llama(tmp_path / "llama", **changes)
+    assert (tmp_path / "llama" / "model.safetensors").exists() == ("shard" not in changes)
+    call(export, "--from_llama", tmp_path / "llama", "--out", tmp_path / "base")
+    assert os.listdir(tmp_path / "base") == ["ckpt.pt"]
+
+    ours, tokenizer, special, s, checkpoint = load_model(str(tmp_path / "base"))
+    tokens = torch.randint(300, (2, 50))
+    logits = logits_of(ours, tokens)[:, :, :300]
+    torch.testing.assert_close(logits, theirs(tokens).logits[:, :, :300], rtol=1e-4, atol=1e-4)
+    assert set(checkpoint) == {"model", "settings", "step", "tokenizer"}
+    assert checkpoint["step"] == 0
+    assert s.seq_len == 2048
+    assert special == (0, 300, (0, 1, 300))
+    assert s.vocab_size == max(301, changes.get("vocab_size", 0))
+    assert tokenizer.get_vocab() == foreign_tokenizer().get_vocab() | {"<mask>": 300}
+    n_rows = theirs.config.vocab_size
+    mean = theirs.model.embed_tokens.weight.mean(0)
+    torch.testing.assert_close(ours.embed.weight[300], mean)
+    torch.testing.assert_close(ours.head.weight[300], theirs.lm_head.weight[:n_rows].mean(0))
+    assert ours.embed.weight.data_ptr() != ours.head.weight.data_ptr()
+
+
+@torch.no_grad()
+def test_an_older_config_is_read_too(tmp_path):
+    """Before version 5 of transformers, rope_theta was an entry of its own."""
+    theirs = save_llama(tmp_path / "llama")
+    path = tmp_path / "llama" / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"], config["num_key_value_heads"]
+    path.write_text(json.dumps(config | {"rope_theta": 100000.0, "rope_scaling": None}))
+    call(export, "--from_llama", tmp_path / "llama", "--out", tmp_path / "base")
+    ours = load_model(str(tmp_path / "base")).model
+    tokens = torch.randint(300, (1, 50))
+    logits = logits_of(ours, tokens)[:, :, :300]
+    torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_exported_model_can_be_imported_unchanged(exported, tmp_path):
+    call(export, "--from_llama", exported[1], "--out", tmp_path / "base")
+    before, after = load_model(exported[0]), load_model(str(tmp_path / "base"))
+    assert after.special == before.special
+    for name, weight in before.model.state_dict().items():
+        assert torch.equal(weight, after.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "qwen2"}, "model_type qwen2: only llama"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu: only silu"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"head_dim": 32}, "head_dim 32: only 16"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e5}}, "rope_type llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type linear"),
+        ({"num_hidden_layers": 2}, "model.layers.2"),
+        ({"num_hidden_layers": 4}, "blocks.3"),
+        ({"intermediate_size": 99}, "size mismatch"),
+        ({"hidden_size": None}, "cannot turn"),
+        ({"num_attention_heads": 3}, "head_dim 16: only 21"),
+    ],
+)
+def test_what_the_model_has_not_is_refused_in_one_line(changes, message, tmp_path):
+    save_llama(tmp_path / "llama")
+    path = tmp_path / "llama" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    error = call(export, "--from_llama", tmp_path / "llama", "--out", tmp_path / "base")
+    assert error.startswith("error: ")
+    assert message in error
+    assert "\n" not in error
+    assert os.listdir(tmp_path) == ["llama"]
+
+
+# ---- from the paper's released models ------------------------------------------------------------
 def official_state(s, seed=0):
-    """A state dict as the paper's training code saves it, in its order of names."""
+    """Return a state dict as the paper's training code saves it, in its order of names."""
     g = torch.Generator().manual_seed(seed)
     D, V = s.n_embd, s.vocab_size
 
     def matrix(*shape):
         return torch.randn(*shape, generator=g) / shape[-1] ** 0.5
+
     state = {"embedding.word_embedding.weight": torch.randn(V, D, generator=g)}
     for i in range(s.n_layer):
-        a, m = f"encoder.layers.{i}.attention.", f"encoder.layers.{i}.mlp."
-        state |= {a + f"qkv_proj.weights.{j}": matrix(D, D) for j in range(3)} | {a + "out_proj.weight": matrix(D, D)}
-        state |= {m + f"up_proj.weights.{j}": matrix(s.n_ff, D) for j in range(2)} | {m + "down_proj.weight": matrix(D, s.n_ff)}
-        state |= {a + "pre_norm.weight": 1 + matrix(D), m + "pre_norm.weight": 1 + matrix(D)}
-    return state | {"classifier.pre_norm.weight": 1 + matrix(D), "classifier.projection.weight": matrix(D, D),
-                    "classifier.emb2vocab.weight": matrix(V, D), "classifier.emb2vocab.bias": torch.randn(V, generator=g)}
+        attention = f"encoder.layers.{i}.attention."
+        mlp = f"encoder.layers.{i}.mlp."
+        for j in range(3):
+            state[attention + f"qkv_proj.weights.{j}"] = matrix(D, D)
+        state[attention + "out_proj.weight"] = matrix(D, D)
+        for j in range(2):
+            state[mlp + f"up_proj.weights.{j}"] = matrix(s.n_ff, D)
+        state[mlp + "down_proj.weight"] = matrix(D, s.n_ff)
+        state[attention + "pre_norm.weight"] = 1 + matrix(D)
+        state[mlp + "pre_norm.weight"] = 1 + matrix(D)
+    state["classifier.pre_norm.weight"] = 1 + matrix(D)
+    state["classifier.projection.weight"] = matrix(D, D)
+    state["classifier.emb2vocab.weight"] = matrix(V, D)
+    state["classifier.emb2vocab.bias"] = torch.randn(V, generator=g)
+    return state
 
 
 def official_logits(w, tokens, s, causal):
-    """Their model, written down from its description, for one sequence and in double precision."""
-    w = {k: v.double() for k, v in w.items()}
+    """Compute their model, written down from its description: one sequence, double precision."""
+    w = {name: weight.double() for name, weight in w.items()}
     T, H, K = len(tokens), s.n_head, s.n_embd // s.n_head
 
     def norm(x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-7).sqrt() * w[name + ".pre_norm.weight"]
 
     def turn(x):  # (H, T, K): pairs (i, i + K/2) as complex numbers
-        angle = torch.outer(torch.arange(T).double(), 160000.0 ** (-torch.arange(K // 2).double() * 2 / K))
-        z = torch.complex(x[..., :K // 2], x[..., K // 2:]) * torch.polar(torch.ones_like(angle), angle)
+        frequency = 160000.0 ** (-torch.arange(K // 2).double() * 2 / K)
+        angle = torch.outer(torch.arange(T).double(), frequency)
+        z = torch.complex(x[..., : K // 2], x[..., K // 2 :])
+        z = z * torch.polar(torch.ones_like(angle), angle)
         return torch.cat((z.real, z.imag), -1)
+
     x = w["embedding.word_embedding.weight"][tokens]
     for i in range(s.n_layer):
-        a, m = f"encoder.layers.{i}.attention", f"encoder.layers.{i}.mlp"
-        q, k, v = ((norm(x, a) @ w[f"{a}.qkv_proj.weights.{j}"].T).view(T, H, K).transpose(0, 1) for j in range(3))
-        scores = turn(q) @ turn(k).transpose(1, 2) / K ** 0.5
+        attention = f"encoder.layers.{i}.attention"
+        mlp = f"encoder.layers.{i}.mlp"
+        h = norm(x, attention)
+        heads = [h @ w[f"{attention}.qkv_proj.weights.{j}"].T for j in range(3)]
+        q, k, v = [y.view(T, H, K).transpose(0, 1) for y in heads]
+        scores = turn(q) @ turn(k).transpose(1, 2) / K**0.5
         if causal:
             scores = scores.masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf)
-        x = x + (scores.softmax(-1) @ v).transpose(0, 1).reshape(T, -1) @ w[a + ".out_proj.weight"].T
-        value, gate = (norm(x, m) @ w[f"{m}.up_proj.weights.{j}"].T for j in range(2))
-        x = x + (value * gate * torch.sigmoid(gate)) @ w[m + ".down_proj.weight"].T
+        y = (scores.softmax(-1) @ v).transpose(0, 1).reshape(T, -1)
+        x = x + y @ w[attention + ".out_proj.weight"].T
+        h = norm(x, mlp)
+        value, gate = [h @ w[f"{mlp}.up_proj.weights.{j}"].T for j in range(2)]
+        x = x + (value * gate * torch.sigmoid(gate)) @ w[mlp + ".down_proj.weight"].T
     x = norm(x, "classifier") @ w["classifier.projection.weight"].T
-    x = x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x ** 3)))
+    x = x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
     return x @ w["classifier.emb2vocab.weight"].T + w["classifier.emb2vocab.bias"]
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Pretends that the paper's model has these sizes; a tokenizer with a normaliser lies in the folder."""
-    monkeypatch.setattr(configurator, "Settings", lambda **kw: tiny_settings(**{**SIZES, **kw}))
-    normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend(" "), tokenizers.normalizers.NFC()])
+    """Pretend that the paper's model has these sizes; put a tokenizer into the folder."""
+
+    def small_settings(**changes):
+        return tiny_settings(**{**SIZES, **changes})
+
+    monkeypatch.setattr(export, "Settings", small_settings)
+    nfc = tokenizers.normalizers.NFC()
+    normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend(" "), nfc])
     tiny_tokenizer(normalizer).save(str(tmp_path / "tokenizer.json"))
     return tiny_settings(**SIZES)
 
@@ -177,32 +474,37 @@ def test_a_released_model_has_its_size():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind, prefix", [(".bin", ""), (".bin", "_orig_mod.module."), (".safetensors", "model.")])
-def test_released_weights(small, tmp_path, monkeypatch, capsys, kind, prefix):
-    state, file = official_state(small), str(tmp_path / ("file" + kind))
-    named = {prefix + k: v.bfloat16() if "layers.1" in k else v for k, v in state.items()}
-    state = {k.removeprefix(prefix): v.float() for k, v in named.items()}
-    if kind == ".bin":
-        torch.save(named, file)
-    else:
-        from safetensors.torch import save_file
-        save_file(named, file)
-    script(monkeypatch, capsys, "export.py", "--from_official", file, "--out", tmp_path / "official")
+@pytest.mark.parametrize(
+    "kind, prefix", [(".bin", ""), (".bin", "_orig_mod.module."), (".safetensors", "model.")]
+)
+def test_a_released_model_keeps_its_logits(small, tmp_path, kind, prefix):
+    state = official_state(small)
+    file = tmp_path / f"file{kind}"
+    named = {}
+    for name, weight in state.items():
+        named[prefix + name] = weight.bfloat16() if "layers.1" in name else weight
+        state[name] = named[prefix + name].float()
+    (save_file if kind == ".safetensors" else torch.save)(named, file)
+    call(export, "--from_official", file, "--out", tmp_path / "official")
     assert os.listdir(tmp_path / "official") == ["ckpt.pt"]
-    model, tokenizer, checkpoint = load_model(str(tmp_path / "official"))
-    tokens, t = torch.randint(300, (1, 20)), torch.arange(20)[None]
-    for prefix, causal in ((0, True), (20, False)):
-        ours = model.head(model.hidden(tokens, make_mask(torch.ones_like(t), t, torch.tensor([prefix])), t))[0]
-        torch.testing.assert_close(ours.double(), official_logits(state, tokens[0], small, causal), rtol=1e-4, atol=1e-4)
-    assert checkpoint["settings"].ar_weight == 2
-    with open(tmp_path / "tokenizer.json", encoding="utf-8") as f:
-        theirs = tokenizers.Tokenizer.from_str(f.read())
-    assert tokenizer.encode("ba").ids == theirs.encode("ba").ids != tiny_tokenizer().encode("ba").ids  # as it is
-    # it samples, and it neither trains nor becomes a Llama
-    assert last(extend(model, [[BOS, 20]], generator(), options(length=5))).shape == (1, 7)
-    with pytest.raises(SystemExit, match="cannot be trained"):
-        model.loss(tokens, tokens, torch.ones(1, 20), torch.tensor([0]))
-    assert "a Llama has not" in script(monkeypatch, capsys, "export.py", "--ckpt", tmp_path / "official", "--out", tmp_path / "hf")
+
+    model, tokenizer, special, s, _ = load_model(str(tmp_path / "official"))
+    assert isinstance(model.head, ReleasedHead)
+    assert special == SPECIAL
+    assert s.ar_weight == 2
+    tokens = torch.randint(300, (1, 20))
+    for n_both_ways, causal in ((0, True), (20, False)):
+        ours = logits_of(model, tokens, n_both_ways)[0].double()
+        theirs = official_logits(state, tokens[0], small, causal)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("ba").ids == theirs.encode("ba").ids
+    assert tokenizer.encode("ba").ids != tiny_tokenizer().encode("ba").ids  # it is used as it is
+
+    # It samples, and it does not become a Llama.
+    assert generate(extend, model, [[BOS, 20]], length=5)[-1].shape == (1, 7)
+    message = call(export, "--ckpt", tmp_path / "official", "--out", tmp_path / "hf")
+    assert "not a Llama's" in message
 
 
 class Bomb:
@@ -210,33 +512,56 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_other_files_are_refused(small, tmp_path, monkeypatch, capsys):
-    """Too many tensors, too few, of another shape, twice the same, no tensors, code in a pickle, another tokenizer."""
-    good, q = official_state(small), "encoder.layers.2.attention.qkv_proj.weights.0"
-    bad = {"extra": {**good, "encoder.layers.3.mlp.pre_norm.weight": torch.ones(64)}, "bias": {**good, "encoder.bias": torch.ones(1)},
-           "few": {k: v for k, v in good.items() if k != q}, "shape": {**good, q: torch.ones(64, 32)},
-           "flat": {**good, "classifier.pre_norm.weight": torch.ones(1, 64)}, "twice": {**good, "model." + q: good[q]},
-           "nested": {"model": good, "step": 3}, "list": [1, 2], "bomb": {**good, "x": Bomb()}}
-    monkeypatch.chdir(tmp_path)
+Q = "encoder.layers.2.attention.qkv_proj.weights.0"
 
-    def load(name, *argv):
-        return script(monkeypatch, capsys, "export.py", "--from_official", name, "--out", "official", *argv)
-    for name, content in bad.items():
-        torch.save(content, name)
-        assert load(name).startswith("error: ") and "\n" not in load(name), name
-    assert all("blocks.2.q.weight" in load(name) for name in ("few", "shape")) and "encoder.bias" in load("bias")
-    with open("raw", "wb") as f:
-        pickle.dump(Bomb(), f)
-    torch.save(good, "good")
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"encoder.layers.3.mlp.pre_norm.weight": torch.ones(64)}, "encoder.layers.3"),
+        ({"encoder.bias": torch.ones(1)}, "encoder.bias"),
+        ({Q: None}, "blocks.2.q.weight"),
+        ({Q: torch.ones(64, 32)}, "blocks.2.q.weight"),
+        ({"classifier.pre_norm.weight": torch.ones(1, 64)}, "norm.weight"),
+        ({"model." + Q: torch.ones(64, 64)}, f"{Q} twice"),
+        ({"step": 3}, "cannot turn"),
+        ({"x": Bomb()}, "cannot turn"),
+    ],
+)
+def test_another_state_dict_is_refused_in_one_line(
+    small,
+    tmp_path,
+    monkeypatch,
+    changes,
+    message,
+):
+    monkeypatch.chdir(tmp_path)
+    state = official_state(small) | changes
+    state = {name: weight for name, weight in state.items() if weight is not None}
+    torch.save(state, "file")
+    error = call(export, "--from_official", "file", "--out", "official")
+    assert error.startswith("error: ")
+    assert message in error
+    assert "\n" not in error
+    assert sorted(os.listdir()) == ["file", "tokenizer.json"]
+
+
+def test_a_damaged_file_or_tokenizer_is_refused(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with open("raw", "wb") as file:
+        pickle.dump(Bomb(), file)
+    torch.save([1, 2], "list")
+    (tmp_path / "damaged.safetensors").write_bytes(b"\xff" * 100)
     for folder in ("alone", "broken", "other"):
         os.mkdir(folder)
-        torch.save(good, folder + "/good")
+        torch.save(official_state(small), f"{folder}/good")
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     tokenizers.Tokenizer(tokenizers.models.BPE()).save("other/tokenizer.json")
-    with open("damaged.safetensors", "wb") as f:
-        f.write(b"\xff" * 100)
-    for argv in (["raw"], ["absent"], ["damaged.safetensors"], ["alone/good"], ["broken/good"], ["other/good"]):
-        assert load(*argv).startswith("error: "), argv
-    assert "<mask>" in load("other/good")
-    assert not os.path.exists("exploded") and not os.path.exists("official")
-    assert not load("good").startswith("error")
+    files = ["raw", "list", "absent", "damaged.safetensors", "alone/good", "broken/good"]
+    for name in [*files, "other/good"]:
+        error = call(export, "--from_official", name, "--out", "official")
+        assert error.startswith("error: "), name
+        assert "\n" not in error, name
+    assert "<mask>" in error
+    assert not os.path.exists("exploded")
+    assert not os.path.exists("official")

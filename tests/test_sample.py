@@ -1,11 +1,14 @@
 """Generation: against enumeration, against decoding without a cache, and in a batch or alone."""
 
+import io
 import itertools
 import os
 import pty
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import redirect_stderr, redirect_stdout
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -103,20 +106,17 @@ def save_checkpoint(folder, tokenizer=None, **changes):
     return str(folder)
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
+def call(script, *argv):
     """Run a script's main in this process; return its output, or the message it ended with."""
-
-    def run_main(script, *argv):
-        monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, argv)])
+    output = io.StringIO()
+    argv = [script.__name__, *map(str, argv)]
+    with mock.patch.object(sys, "argv", argv), redirect_stdout(output), redirect_stderr(output):
         try:
             script.main()
         except SystemExit as end:
-            output = capsys.readouterr()
-            return str(end.code) if isinstance(end.code, str) else output.err
-        return capsys.readouterr().out
-
-    return run_main
+            if isinstance(end.code, str):
+                return end.code
+    return output.getvalue()
 
 
 def split_samples(output):
@@ -365,7 +365,7 @@ def test_text_after_a_gap_has_the_usual_tokens(text):
 
 
 @pytest.mark.parametrize("kind", ["ours", "normalizer", "byte level", "metaspace"])
-def test_infill_keeps_the_text_around_the_gaps(kind, tmp_path, call):
+def test_infill_keeps_the_text_around_the_gaps(kind, tmp_path):
     tokenizer = tiny_tokenizer() if kind == "ours" else spaced_tokenizer(kind)
     ckpt = save_checkpoint(tmp_path, tokenizer, vocab_size=tokenizer.get_vocab_size())
 
@@ -386,7 +386,7 @@ def test_infill_keeps_the_text_around_the_gaps(kind, tmp_path, call):
 
 # ---- the script ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["ar", "prefix", "diffusion"])
-def test_a_seed_decides_the_text_and_samples_differ(mode, tmp_path, call):
+def test_a_seed_decides_the_text_and_samples_differ(mode, tmp_path):
     prompt = "ba <mask>"  # text, except in infill
     flags = ["--mode", mode, "--prompt", prompt, "--length", 8]
     flags += ["--ckpt", save_checkpoint(tmp_path)]
@@ -399,7 +399,7 @@ def test_a_seed_decides_the_text_and_samples_differ(mode, tmp_path, call):
     assert first.startswith(prompt) and second.startswith(prompt)
 
 
-def test_watch_shows_the_masks_of_every_step(tmp_path, call):
+def test_watch_shows_the_masks_of_every_step(tmp_path):
     flags = ["--ckpt", save_checkpoint(tmp_path), "--mode", "diffusion", "--prompt", "ba"]
     frames = call(sample, *flags, "--length", 6, "--steps", 3, "--watch")
     assert [frame.count("_") for frame in frames.split("ba")[1:]] == [4, 2, 0, 0]
@@ -424,7 +424,7 @@ def test_watch_shows_the_masks_of_every_step(tmp_path, call):
         (["--seed", 2**63], "--seed"),
     ],
 )
-def test_a_mistake_gets_one_line(flags, message, tmp_path, monkeypatch, call):
+def test_a_mistake_gets_one_line(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     error = call(sample, "--ckpt", save_checkpoint(tmp_path, seq_len=32), *flags)
@@ -433,11 +433,11 @@ def test_a_mistake_gets_one_line(flags, message, tmp_path, monkeypatch, call):
     assert "\n" not in error
 
 
-def test_prompt_and_prompt_file_exclude_each_other(call):
+def test_prompt_and_prompt_file_exclude_each_other():
     assert "not allowed with" in call(sample, "--prompt", "a", "--prompt_file", "b")
 
 
-def test_the_window_can_be_used_to_its_last_token(tmp_path, call):
+def test_the_window_can_be_used_to_its_last_token(tmp_path):
     ckpt = save_checkpoint(tmp_path, seq_len=32)
     assert call(sample, "--ckpt", ckpt, "--prompt", "a", "--length", 31).startswith("a")
 
@@ -450,7 +450,7 @@ def sample_in_a_process(ckpt, stdin, **more):
     ).stdout
 
 
-def test_the_prompt_comes_from_a_flag_a_file_or_a_pipe(tmp_path, call):
+def test_the_prompt_comes_from_a_flag_a_file_or_a_pipe(tmp_path):
     ckpt = save_checkpoint(tmp_path)
     (tmp_path / "prompt.txt").write_text("ba do\n")
     flags = ["--ckpt", ckpt, "--length", 3, "--temperature", 0]
@@ -461,7 +461,7 @@ def test_the_prompt_comes_from_a_flag_a_file_or_a_pipe(tmp_path, call):
         assert text == sample_in_a_process(ckpt, pipe)
 
 
-def test_at_a_terminal_no_prompt_is_an_empty_one(tmp_path, call):
+def test_at_a_terminal_no_prompt_is_an_empty_one(tmp_path):
     """It would wait for a terminal's input in silence."""
     ckpt = save_checkpoint(tmp_path)
     ours, theirs = pty.openpty()
