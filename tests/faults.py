@@ -12,6 +12,7 @@ a fraction of a second.
 
 import atexit
 import functools
+import gc
 import io
 import itertools
 import json
@@ -185,6 +186,7 @@ def serve():
     import checkpoint  # noqa: F401
     import muon  # noqa: F401
 
+    gc.freeze()  # so that no fork goes through all that was imported
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:

@@ -1,18 +1,23 @@
 """
-Two hosts on one machine: two network namespaces with addresses of their own, joined by a cable that can be cut. Needs
-Linux, the right to make namespaces (root) and `ip` (package iproute2); says so and does nothing where these are missing.
+Train on two hosts that are one machine: two network namespaces, joined by a cable that can be cut.
 
     python tests/hosts.py
 
-1. torchrun --nnodes=2 with a c10d rendezvous, gloo, two processes on each host: the losses of one process on one host.
-2. The cable is cut in the middle of a run: all four processes end within the timeout of the process group (20 s here,
-   ten minutes in train.py), and so does torchrun on the host of the rendezvous; the torchrun that is cut off waits for
-   its rendezvous and is ended by hand, as a scheduler would. The checkpoint is sound, and both hosts resume from it to
-   the same weights.
+1. Two ranks on each host, started by torchrun with a c10d rendezvous: the losses and weights of
+   one process on one host.
+2. The cable is cut in the middle of a run: all four ranks end within the timeout of the process
+   group (20 s here, ten minutes in train.py), and so does torchrun on the host of the rendezvous.
+   The torchrun that is cut off waits for the rendezvous, and is ended by hand, as a scheduler
+   would. The checkpoint is sound.
+3. Both hosts resume from it, to the same weights.
+
+This needs Linux, the right to make namespaces (root) and `ip` (package iproute2). Where these are
+missing, it says so and does nothing.
 """
+
 import contextlib
+import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -20,136 +25,194 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 from conftest import ROOT, flags, read_log, run
-from soak import difference, make_corpus, read
+from soak import difference, prepare_corpus, read_checkpoint
 
 HOSTS = {"nanodual-a": "10.77.0.1", "nanodual-b": "10.77.0.2"}
-# train.py with a group timeout that a test can wait for; its own is ten minutes
-TRAIN = """
-import datetime, os, runpy, sys
-import torch.distributed as dist
-init = dist.init_process_group
-dist.init_process_group = lambda backend, timeout: init(backend, timeout=datetime.timedelta(seconds=20))
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+RENDEZVOUS = "nanodual-a"
+SETTINGS = dict(
+    data_dir="data/tiny",
+    max_steps=400,
+    decay_steps=100,
+    eval_interval=100,
+    save_interval=20,
+)
 
 
+# ---- hosts ---------------------------------------------------------------------------------------
 def ip(*arguments):
     result = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if result.returncode:
+    if result.returncode != 0:
         raise OSError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
-
-
-def take_down():
-    for name in HOSTS:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return result.stdout
 
 
 def set_up():
-    """The two hosts, each with its end of the cable, called eth0."""
+    """Make the two hosts, each with its end of the cable, called eth0."""
     take_down()
     for name in HOSTS:
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
-    a, b = HOSTS
-    ip("-n", a, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", b)
+    one, other = HOSTS
+    ip("-n", one, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", other)
     for name, address in HOSTS.items():
         ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
         ip("-n", name, "link", "set", "eth0", "up")
 
 
-def start(folder, port, *arguments):
-    """The job on both hosts; returns their processes and files of output."""
-    jobs, environment = [], {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    (folder / "train_20s.py").write_text(TRAIN)
+def take_down():
+    for name in HOSTS:
+        with contextlib.suppress(OSError):
+            ip("netns", "del", name)
+
+
+# ---- jobs ----------------------------------------------------------------------------------------
+class Job(NamedTuple):
+    """torchrun on one of the hosts."""
+
+    process: subprocess.Popen
+    output: Path
+
+
+def start(folder, port, **settings):
+    """Start train.py on both hosts."""
+    jobs = []
     for name, address in HOSTS.items():
+        launcher = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+        launcher += ["--nnodes=2", "--nproc_per_node=2", f"--local_addr={address}"]
+        launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[RENDEZVOUS]}:{port}"]
+        # The two share a machine and its name, so each must be told whether it is the host.
+        is_host = name == RENDEZVOUS
+        launcher += [f"--rdzv_id={port}", f"--rdzv_conf=join_timeout=60,is_host={is_host}"]
+        fault = json.dumps(["group_timeout", 20])
+        script = [os.path.join(ROOT, "tests/faults.py"), fault, "train.py"]
         output = folder / f"{name}.txt"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", f"--rdzv_id={port}",
-                    "--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS['nanodual-a']}:{port}", f"--local_addr={address}",
-                    f"--rdzv_conf=join_timeout=60,is_host={name == 'nanodual-a'}"]  # one machine, one host name: say who
-        launcher += [str(folder / "train_20s.py"), os.path.join(ROOT, "train.py")]
-        with open(output, "w") as f:
-            jobs.append((subprocess.Popen(["ip", "netns", "exec", name, *launcher, *arguments], cwd=folder, env=environment,
-                                          stdout=f, stderr=f, start_new_session=True), output))
+        with open(output, "w") as file:
+            process = subprocess.Popen(
+                [*launcher, *script, *flags(**SETTINGS | settings)],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        jobs.append(Job(process, output))
     return jobs
 
 
-def count_ranks():
-    """How many processes of train.py there are on both hosts."""
-    pids = [pid for name in HOSTS for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True).stdout.split()]
-    count = 0
-    for pid in map(int, pids):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as f:
-            count += b"\0RANK=" in f.read()
-    return count
-
-
-def finish(jobs, seconds, hosts=2):
-    """The exit statuses of these hosts; what is still there after so many seconds is a failure of this test."""
+def finish(jobs, seconds, all_jobs):
+    """Return the exit statuses of jobs that end in time; then end all jobs, whatever they do."""
     try:
-        return [job.wait(seconds) for job, _ in jobs[:hosts]]
+        return [job.process.wait(seconds) for job in jobs]
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"a host hangs: {[output.read_text()[-2000:] for _, output in jobs]}")
+        raise AssertionError(f"a host hangs:\n{read_output(all_jobs)}") from None
     finally:
-        for job, _ in jobs:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
+        for job in all_jobs:
+            if job.process.poll() is None:
+                os.killpg(job.process.pid, signal.SIGKILL)
+                job.process.wait()
 
 
-def main(folder):
-    make_corpus(folder)
-    settings = dict(data_dir="data/tiny", max_steps=400, decay_steps=100, eval_interval=100, save_interval=20)
-    run("train.py", *flags(**settings, out_dir="out/one"), cwd=folder)
+def read_output(jobs):
+    return "\n".join(job.output.read_text() for job in jobs)
 
-    jobs = start(folder, 29511, *flags(**settings, out_dir="out/two"))
-    statuses = finish(jobs, 240)
-    assert statuses == [0, 0], jobs[0][1].read_text()[-3000:]
-    one, two = (read_log(folder / f"out/{name}") for name in ("one", "two"))
-    worst = max(abs(a[k] / b[k] - 1) for a, b in zip(one, two, strict=True) for k in a if k[:5] in ("train", "val_a", "val_m"))
-    weights = read(folder / "out/one/ckpt.pt")["model"]
-    distance = difference(weights, read(folder / "out/two/ckpt.pt")["model"])
-    print(f"2 hosts x 2 processes against 1 process, {settings['max_steps']} steps: losses differ by {worst:.1e}, "
-          f"weights by {distance:.1e}")
-    assert "4 x cpu" in "".join(output.read_text() for _, output in jobs) and worst < 1e-4 and distance < 1e-3
 
-    jobs, out = start(folder, 29512, *flags(**settings, out_dir="out/cut")), folder / "out/cut"
+def count_ranks():
+    """Return how many processes of train.py run on both hosts."""
+    n_ranks = 0
+    for name in HOSTS:
+        for pid in ip("netns", "pids", name).split():
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+                if b"\0RANK=" in file.read():
+                    n_ranks += 1
+    return n_ranks
+
+
+# ---- the three parts -----------------------------------------------------------------------------
+def read_weights(out):
+    return read_checkpoint(out / "ckpt.pt")["model"]
+
+
+def compare_with_one_host(folder):
+    run("train.py", *flags(**SETTINGS, out_dir="out/one"), cwd=folder)
+    jobs = start(folder, 29511, out_dir="out/two")
+    assert finish(jobs, 240, jobs) == [0, 0], read_output(jobs)
+    assert "4 x cpu" in read_output(jobs)
+
+    worst = 0.0
+    records = zip(read_log(folder / "out/one"), read_log(folder / "out/two"), strict=True)
+    for one, two in records:
+        for name in ("train_ar", "train_md", "val_ar", "val_md"):
+            if name in one:
+                worst = max(worst, abs(one[name] / two[name] - 1))
+    distance = difference(read_weights(folder / "out/one"), read_weights(folder / "out/two"))
+    print(
+        f"2 hosts x 2 ranks against 1 process, {SETTINGS['max_steps']} steps: "
+        f"losses differ by {worst:.1e}, weights by {distance:.1e}"
+    )
+    assert worst < 1e-4 and distance < 1e-3
+
+
+def cut_the_cable(folder):
+    """Cut it after the first checkpoint; return the step of the last one."""
+    out = folder / "out/cut"
+    jobs = start(folder, 29512, out_dir="out/cut")
     end = time.time() + 120
     while not (out / "ckpt.pt").exists() and time.time() < end:
         time.sleep(0.05)
     ip("-n", "nanodual-b", "link", "set", "eth0", "down")
-    begin = time.time()
-    while n := count_ranks():
-        assert time.time() < begin + 90, f"{n} processes hang"
+    cut = time.time()
+    while count_ranks() > 0:
+        assert time.time() < cut + 90, f"{count_ranks()} ranks hang"
         time.sleep(0.5)
-    seconds, (status,) = time.time() - begin, finish(jobs, 60, 1)
-    step = read(out / "ckpt.pt")["step"]
-    print(f"cable cut: all processes ended after {seconds:.0f} s, torchrun with status {status}; checkpoint of step {step}")
-    assert status and 0 < step < 400 and step % 20 == 0
+    seconds = time.time() - cut
+    (status,) = finish(jobs[:1], 60, jobs)
+    step = read_checkpoint(out / "ckpt.pt")["step"]
+    print(
+        f"cable cut: all ranks had ended after {seconds:.0f} s, torchrun with status {status}; "
+        f"the last checkpoint is of step {step}"
+    )
+    assert status != 0
+    assert 0 < step < SETTINGS["max_steps"] and step % SETTINGS["save_interval"] == 0
+    return step
 
+
+def resume_after_the_cut(folder, step):
     ip("-n", "nanodual-b", "link", "set", "eth0", "up")
-    jobs = start(folder, 29513, *flags(**settings, out_dir="out/cut", resume=True))
-    assert finish(jobs, 240) == [0, 0], jobs[0][1].read_text()[-3000:]
-    found = int(re.search(r"resuming out/cut at step (\d+)", "".join(o.read_text() for _, o in jobs)).group(1))
-    distance = difference(read(folder / "out/two/ckpt.pt")["model"], read(out / "ckpt.pt")["model"])
-    print(f"resumed at step {found}; final weights differ by {distance:.1e} from the run that was not cut")
-    assert found == step and distance < 1e-4
+    jobs = start(folder, 29513, out_dir="out/cut", resume=True)
+    assert finish(jobs, 240, jobs) == [0, 0], read_output(jobs)
+    found = re.search(r"resuming out/cut at step (\d+)", read_output(jobs)).group(1)
+    distance = difference(read_weights(folder / "out/two"), read_weights(folder / "out/cut"))
+    print(
+        f"resumed at step {found}: "
+        f"final weights differ by {distance:.1e} from those of the run that was not cut"
+    )
+    assert int(found) == step
+    assert distance < 1e-4
 
 
-if __name__ == "__main__":
+def main():
     try:
         if not shutil.which("ip"):
-            raise OSError("no command `ip` (package iproute2)")
+            raise OSError("no command `ip`, of the package iproute2")
         set_up()
     except OSError as error:
-        take_down()
-        sys.exit(print(f"skipped: this machine does not let us make network namespaces ({error})"))
+        print(f"skipped: this machine does not let us make network namespaces ({error})")
+        return
     try:
         with tempfile.TemporaryDirectory() as folder:
-            main(pathlib.Path(folder))
+            folder = Path(folder)
+            prepare_corpus(folder)
+            compare_with_one_host(folder)
+            step = cut_the_cable(folder)
+            resume_after_the_cut(folder, step)
         print("two hosts: passed")
     finally:
         take_down()
+
+
+if __name__ == "__main__":
+    main()
