@@ -17,6 +17,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from errors import die
 
+TIMEOUT = timedelta(minutes=10)  # a rank that has waited this long for another one gives up
+
 
 def choose_device(device="auto", dtype="auto"):
     """Return the name of the device and the type of its forward pass.
@@ -48,8 +50,7 @@ def join_ranks(device):
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         backend = "nccl" if device == "cuda" else "gloo"
-        # A rank that has waited this long for another one gives up.
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        dist.init_process_group(backend, timeout=TIMEOUT)
         atexit.register(dist.destroy_process_group)
     return rank, world
 

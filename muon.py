@@ -9,6 +9,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from device import TIMEOUT
+
 # torch 2.13 renamed these two.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,8 +50,8 @@ class Host:
         self.group = self.peers = None
         if self.n_hosts > 1:
             ranks = torch.arange(world).view(self.n_hosts, self.size)
-            self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-            self.peers, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+            self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), TIMEOUT)
+            self.peers, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), TIMEOUT)
 
 
 class Stack:
