@@ -4,6 +4,7 @@ momentum, Nesterov, an orthogonalised update about as large as AdamW's, decouple
 One class for one device or many; all of its communication is here.
 """
 
+import atexit
 import os
 
 import torch
@@ -52,6 +53,11 @@ class Host:
             ranks = torch.arange(world).view(self.n_hosts, self.size)
             self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), TIMEOUT)
             self.peers, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), TIMEOUT)
+            atexit.register(self.leave)
+
+    def leave(self):
+        """Let go of the groups, which otherwise outlive destroy_process_group: see device.py."""
+        self.group = self.peers = None
 
 
 class Stack:

@@ -247,6 +247,16 @@ def test_a_restarted_job_resumes_its_run_and_leaves_no_thread(folder):
     assert output.count("\n0 threads of gloo at the end") == 2
 
 
+def test_groups_within_and_across_hosts_leave_no_thread(launcher, folder):
+    """Two ranks, each on a host of its own."""
+    output = folder / "groups.txt"
+    job = "train.py", flags(data_dir="data/tiny", out_dir="out/groups"), folder, output
+    faults = {rank: ["report_threads"] for rank in (0, 1)}
+    pids = launcher.start_ranks(2, *job, faults=faults, LOCAL_WORLD_SIZE="1")
+    assert [launcher.wait(pid) for pid in pids] == [0, 0]
+    assert output.read_text().count("\n0 threads of gloo at the end") == 2
+
+
 def test_a_restarted_job_does_not_resume_the_run_of_another(folder, uncut):
     """Started without --resume in a directory that holds a run: refused, and refused again."""
     shutil.copytree(uncut, folder / "out/theirs")
