@@ -33,13 +33,18 @@ def choose_device(device="auto", dtype="auto"):
     if device not in available:
         die(f"this machine has no '{device}', only: {', '.join(available)}")
 
+    has_bf16 = False
     if device == "cuda":
         # A launcher may show each process one device, which then is number 0.
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        # cuDNN's attention would make a plan for every new shape, and evaluation has many.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if dtype == "auto" and not has_bf16 and local_rank == 0:
+            print(f"{torch.cuda.get_device_name()} has no bfloat16: computing in float32")
 
     if dtype == "auto":
-        has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = "bfloat16" if has_bf16 else "float32"
     return device, getattr(torch, dtype)
 

@@ -10,6 +10,11 @@ import signal
 import sys
 import time
 
+OUT_OF_MEMORY = (
+    "the GPU is out of memory: train with a smaller micro_batch_size "
+    "(the paper's model takes about 11, 17, 25, 40 GB with 1, 4, 8, 16; see NOTES.md)"
+)
+
 
 def die(message):
     """End this process with one line, for a user's mistake or a machine's refusal; status 1."""
@@ -31,6 +36,8 @@ def report(kind, error, trace):
         sys.exit(f"error: {error}: pip install {package}")
     if issubclass(kind, OSError):
         sys.exit(f"error: {error}")
+    if kind.__name__ == "OutOfMemoryError":  # torch's
+        sys.exit(f"error: {OUT_OF_MEMORY}")
     sys.__excepthook__(kind, error, trace)
 
 

@@ -1,0 +1,90 @@
+"""The choice of a device and of its type, and the one line about a GPU whose memory is full."""
+
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT, run
+from device import choose_device
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that this machine has GPUs; return a function that says how many, and of what kind.
+
+    It returns the list of calls that choose_device makes to set them up.
+    """
+
+    def pretend(count, has_bf16):
+        calls = []
+        replacements = {
+            "is_available": lambda: True,
+            "device_count": lambda: count,
+            "set_device": lambda number: calls.append(("set_device", number)),
+            "get_device_name": lambda: "Tesla T4",
+            "is_bf16_supported": lambda including_emulation: has_bf16 or including_emulation,
+        }
+        for name, function in replacements.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(
+            torch.backends.cuda, "enable_cudnn_sdp", lambda on: calls.append(("cudnn", on))
+        )
+        return calls
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "has_bf16, asked, dtype, said",
+    [
+        (True, "auto", torch.bfloat16, ""),
+        (False, "auto", torch.float32, "Tesla T4 has no bfloat16: computing in float32\n"),
+        (False, "bfloat16", torch.bfloat16, ""),
+        (True, "float32", torch.float32, ""),
+    ],
+)
+def test_bf16_is_used_where_the_hardware_has_it(gpus, capsys, has_bf16, asked, dtype, said):
+    """Emulated bf16 does not count. What was not asked for is said, in one line."""
+    gpus(1, has_bf16)
+    assert choose_device("auto", asked) == ("cuda", dtype)
+    assert capsys.readouterr().out == said
+
+
+def test_the_line_about_the_type_is_said_once_on_a_host(gpus, capsys, monkeypatch):
+    gpus(8, False)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device() == ("cuda", torch.float32)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("count, local_rank, chosen", [(8, 3, 3), (1, 3, 0), (1, 0, 0)])
+def test_each_process_takes_its_device_or_the_only_one(
+    gpus, monkeypatch, count, local_rank, chosen
+):
+    calls = gpus(count, True)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    choose_device()
+    assert ("set_device", chosen) in calls
+
+
+def test_attention_does_not_go_through_cudnn(gpus):
+    calls = gpus(1, True)
+    choose_device()
+    assert ("cudnn", False) in calls
+
+
+def test_a_full_gpu_is_one_line_that_names_the_setting(tmp_path):
+    script = tmp_path / "script.py"
+    lines = [
+        "import sys",
+        f"sys.path.insert(0, {ROOT!r})",
+        "from errors import report",
+        "sys.excepthook = report",
+        "import torch",
+        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate\\nmuch')",
+    ]
+    script.write_text("\n".join(lines))
+    output = run(sys.executable, str(script), cwd=tmp_path, code=1)
+    assert output.startswith("error: the GPU is out of memory")
+    assert "micro_batch_size" in output and output.count("\n") == 1
