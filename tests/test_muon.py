@@ -1,8 +1,13 @@
-"""Muon against torch's own, an fp64 textbook loop, and the band it promises."""
+"""Muon against torch's own, an fp64 textbook loop, the band it promises; on one rank and many."""
+
+import os
+import sys
 
 import pytest
 import torch
 
+from conftest import torchrun
+from device import join_ranks
 from muon import Muon, orthogonalize
 
 SHAPES = [(32, 32), (48, 32), (32, 48), (16, 100), (100, 16), (600, 512), (512, 600)]
@@ -124,3 +129,63 @@ def test_a_replaced_gradient_is_noticed():
     p.grad = torch.ones(8, 8)
     with pytest.raises(AssertionError, match="only Muon.zero_grad"):
         muon.reduce()
+
+
+# ---- over ranks ----------------------------------------------------------------------------------
+# 5 and 6 matrices are no multiple of 4 ranks; of the last shape there are fewer than ranks.
+SHARED_SHAPES = [(16, 16)] * 5 + [(24, 16)] * 6 + [(16, 40)]
+N_SLOTS = 4
+
+
+def train_by_slots(rank, world):
+    """Take three steps, the gradients of four slots shared between the ranks; return the end.
+
+    After each step the momentum goes through what a checkpoint holds.
+    """
+    matrices = params(shapes=SHARED_SHAPES)
+    muon = Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1)
+    squares = []
+    for step in range(3):
+        for slot in range(rank, N_SLOTS, world):
+            generator = torch.Generator().manual_seed(step * N_SLOTS + slot)
+            for p in matrices:
+                p.grad += torch.randn(p.shape, generator=generator)
+        squares.append(muon.reduce())
+        muon.step()
+        muon.zero_grad()
+        momentum = [m.clone() for m in muon.gather_momentum()]
+        for stack in muon.stacks:
+            stack.momentum.fill_(7)
+        muon.load_momentum(momentum)
+    weights = [p.detach().clone() for p in matrices]
+    return {"weights": weights, "momentum": momentum, "squares": squares}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """What train_by_slots returns on 4 ranks that take themselves for 1, 2 and 4 hosts."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun(4, "tests/test_muon.py", str(folder / "ends.pt"), cwd=folder)  # ends without an abort
+    return torch.load(folder / "ends.pt")
+
+
+@pytest.mark.parametrize("n_hosts", [1, 2, 4])
+def test_four_ranks_on_any_number_of_hosts_agree_with_one(four_ranks, n_hosts):
+    one = train_by_slots(0, 1)
+    for kind in ("weights", "momentum", "squares"):
+        for ours, theirs in zip(four_ranks[n_hosts][kind], one[kind], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def be_one_of_four_ranks(file):
+    rank, world = join_ranks("cpu")
+    ends = {}
+    for n_hosts in (1, 2, 4):
+        os.environ["LOCAL_WORLD_SIZE"] = str(world // n_hosts)
+        ends[n_hosts] = train_by_slots(rank, world)
+    if rank == 0:
+        torch.save(ends, file)
+
+
+if __name__ == "__main__":
+    be_one_of_four_ranks(sys.argv[1])
