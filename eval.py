@@ -604,9 +604,6 @@ def main():
         dump(args.dump, questions, {})
         return
 
-    # On new GPUs torch prefers cuDNN's attention, which plans for half a second whenever it meets
-    # a new shape. Batches here have hundreds of shapes.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     device, _ = choose_device()
     rank, world = join_ranks(device)
     trained = load_model(args.ckpt)

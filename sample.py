@@ -249,8 +249,6 @@ def show(tokens, tokenizer, special):
 
 def main():
     args = parse_arguments()
-    # cuDNN's attention would make a plan for every shape, and each new token has another one.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     device = "cuda" if torch.cuda.is_available() else "cpu"  # MPS has no fp64
     model, tokenizer, special, settings, _ = load_model(args.ckpt, device)
 
