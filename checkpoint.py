@@ -17,7 +17,7 @@ import tokenizers
 import torch
 
 from configurator import FREE_ON_RESUME, MODEL, Settings, check
-from data import SpecialIds, find_special_ids
+from data import SpecialIds, find_special_ids, parse_tokenizer
 from device import choose_device
 from errors import die
 from model import Transformer
@@ -32,8 +32,8 @@ except ImportError:  # Windows
 def lock_run(out_dir, wait):
     """Lock a run directory for as long as this process lives; return the open lock file.
 
-    With wait, stay until another process lets go of it, as a restarted job must: a process of a
-    host that was lost may linger.
+    With wait, block until it is free: after a restart, a process of the lost host may still hold
+    it.
     """
     os.makedirs(out_dir, exist_ok=True)
     file = open(os.path.join(out_dir, ".lock"), "a+")
@@ -176,6 +176,7 @@ def check_resumable(checkpoint, s, files):
 
 def adopt_model(checkpoint, s):
     """Give the settings of a run the shape of the model that it starts from."""
+    s.extra_head = checkpoint["settings"]["extra_head"]
     for name in MODEL:
         setattr(s, name, checkpoint["settings"][name])
     check(s)
@@ -185,7 +186,7 @@ def check_tokenizer(checkpoint, corpus):
     """Refuse to go on training a model on data that another tokenizer has made."""
     vocabularies = []
     for text in (checkpoint["tokenizer"], corpus.tokenizer):
-        vocabularies.append(tokenizers.Tokenizer.from_str(text).get_vocab())
+        vocabularies.append(parse_tokenizer(text).get_vocab())
     if vocabularies[0] != vocabularies[1]:
         die(
             "the data was made with another tokenizer than the checkpoint: prepare it with "
@@ -212,12 +213,12 @@ def load_model(path, device="auto", dtype="auto"):
             model = Transformer(settings, dtype)
         model.load_state_dict(checkpoint["model"], assign=True)
         model.cast_matrices()
-        tokenizer = tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
+        tokenizer = parse_tokenizer(checkpoint["tokenizer"])
         special = find_special_ids(checkpoint["tokenizer"])
         largest = max(tokenizer.get_vocab().values())
         if largest >= settings.vocab_size:
             raise ValueError(f"token {largest} of the tokenizer has no embedding")
-    except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
+    except Exception as error:  # whatever a checkpoint of others leads to
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({reason})")
     model.to(device, dtype).eval()
@@ -227,7 +228,7 @@ def load_model(path, device="auto", dtype="auto"):
 
 # ---- the paper's overfitted runs -----------------------------------------------------------------
 def overfits(records, objective):
-    """Say whether a run overfits in "ar" or "md": the paper's footnote, made exact.
+    """Say whether a run overfits in "ar" or "md": the paper's footnote, with 2% as its margin.
 
     It does if at some time after its best the held-out loss was more than 2% above it, while the
     training loss (its mean since the last validation) was below its value at the best.

@@ -64,7 +64,7 @@ class Settings:
 
 NAMES = [field.name for field in dataclasses.fields(Settings)]
 
-# What an --init_from checkpoint decides; all of the model but the length of its windows.
+# What an --init_from checkpoint decides: the model, but not the length of its windows.
 MODEL = ["n_layer", "n_head", "n_embd", "n_ff", "vocab_size", "rope_theta", "norm_eps"]
 
 # A resumed run may change these; all others define what it computes.

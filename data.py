@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from numpy.random import default_rng  # given a key, a generator that depends on it alone
+from numpy.random import default_rng  # default_rng(key): the same key, the same numbers
 
 from errors import die
 
@@ -34,10 +34,10 @@ FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
 SPECIAL_TOKENS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"]
 SPECIAL_TOKENS += [f"<special_{i}>" for i in range(11)]
 
-# How a tokenizer of others may call the token that opens a document.
+# What other people's tokenizers call the token that opens a document.
 BOS_NAMES = ["<s>", "<|begin_of_text|>", "<|endoftext|>"]
 
-# First entry of a random generator's key after the seed: independent streams of random numbers.
+# Second entry of a generator's key, after the seed: one stream of random numbers per purpose.
 SUBSET, EPOCH, COUNTS, MASKS = range(4)
 
 
@@ -98,6 +98,7 @@ def fingerprint(path):
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         for i in range(min(n_blocks, -(-size // MiB))):
+            # Back to back in a small file, evenly spaced in a large one.
             file.seek(max(i * MiB, i * (size - MiB) // (n_blocks - 1)))
             digest.update(file.read(MiB))
     return [size, digest.hexdigest()]
@@ -252,7 +253,7 @@ def md_example(x0, u, generator, special):
     """
     maskable = find_maskable(x0, special)
     M = len(maskable)
-    k = min(1 + int(u * M), M)  # 0 only if M is
+    k = min(1 + int(u * M), M)  # M may be 0
     masked = generator.permutation(maskable)[:k]
     xt = x0[:-1].copy()
     xt[masked] = special.mask
@@ -263,7 +264,7 @@ def md_example(x0, u, generator, special):
 
 # ---- batches -------------------------------------------------------------------------------------
 class Batch(NamedTuple):
-    """Sequences of one objective. In training the weights of each sequence sum to 1."""
+    """Sequences of one objective. In training the weights of each sum to 1 (0 without targets)."""
 
     inputs: torch.Tensor  # (B, T) token ids
     targets: torch.Tensor  # (B, T) token ids
@@ -286,7 +287,7 @@ def make_batch(windows, examples, is_ar, special):
     targets = np.stack([x0[1:] for x0 in windows])
     weights = np.stack([example.weights for example in examples])
     B, T = inputs.shape
-    # A document is told by the <s> that opens it, which is never masked.
+    # A document is recognised by the <s> that opens it, which is never masked.
     segments = 1 + np.cumsum(inputs == special.bos, axis=1)
     prefix = np.full(B, 0 if is_ar else T)
     arrays = inputs, targets, weights.astype(np.float32), segments, prefix
@@ -294,7 +295,7 @@ def make_batch(windows, examples, is_ar, special):
 
 
 def mask_shares(s, step):
-    """Return (slots, sequences in a slot): the u of md_example for each sequence of a step.
+    """Return the u of md_example for every sequence of a step, (slots, micro_batch_size).
 
     All MD sequences of the step share one jittered regular grid over [0, 1), dealt out by a
     permutation: each u is uniform, and together they cover the mask counts evenly.
@@ -336,7 +337,7 @@ def count_val_windows(corpus, s):
 def bytes_per_token(corpus, s):
     """Return how many bytes of text an ordinary token of the validation stands for."""
     tokens = corpus.val.tokens[: count_val_windows(corpus, s) * s.seq_len]
-    text = tokenizers.Tokenizer.from_str(corpus.tokenizer).decode(tokens.tolist())
+    text = parse_tokenizer(corpus.tokenizer).decode(tokens.tolist())
     n_special = np.count_nonzero(np.isin(tokens, corpus.special.all))
     return len(text.encode()) / max(len(tokens) - int(n_special), 1)
 
@@ -344,8 +345,8 @@ def bytes_per_token(corpus, s):
 def val_batches(corpus, s):
     """Yield pairs of an AR and an MD batch with the same held-out targets, the maskable ones.
 
-    The masks are the same in every validation of every run. Unlike in training, the weights of a
-    sequence sum to its number of targets.
+    The masks depend on the held-out text and the shape of the batches alone. Unlike in training,
+    the weights of a sequence sum to its number of targets.
     """
     T, B = s.seq_len, s.micro_batch_size
     n = count_val_windows(corpus, s)

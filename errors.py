@@ -11,8 +11,8 @@ import sys
 import time
 
 OUT_OF_MEMORY = (
-    "the GPU is out of memory: train with a smaller micro_batch_size "
-    "(the paper's model takes about 11, 17, 25, 40 GB with 1, 4, 8, 16; see NOTES.md)"
+    "the GPU is out of memory: train with a smaller micro_batch_size (by count, not measured, the "
+    "paper's model takes about 11, 17, 25, 40 GB with 1, 4, 8, 16; see NOTES.md)"
 )
 
 
@@ -42,7 +42,7 @@ def report(kind, error, trace):
 
 
 def let_the_first_rank_speak():
-    """Wait, on all ranks of a host but the first, to be ended by torchrun in the meantime.
+    """Wait, on all ranks of a host but the first, so that torchrun can end them before they speak.
 
     torchrun ends every process as soon as one fails. A mistake that all ranks share is then
     printed once; a problem that only this rank has is still printed, a few seconds later.

@@ -19,7 +19,7 @@ def make_mask(segments, positions, prefix, sparse=False):
     A prefix of 0 is causal (AR), of T bidirectional (MD), between them a prefix language model.
 
     segments, positions: (B, T); prefix: (B,). The mask is a boolean (B, 1, T, T), or if sparse a
-    BlockMask for FlexAttention, which a GPU needs to skip what is not seen.
+    BlockMask for FlexAttention, which lets a GPU skip the blocks that nothing sees.
     """
 
     def sees(b, h, query, key):
@@ -41,7 +41,7 @@ class Linear(nn.Module):
     """A matrix in fp32, applied in the type of its input."""
 
     def __init__(self, d_in, d_out, zero_rows=0, zero_columns=0):
-        """zero_rows, zero_columns: what to add to the matrix where it is cast to another type."""
+        """zero_rows, zero_columns: zeros to append when the matrix is cast to another type."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(d_out, d_in))
         self.padding = (0, zero_columns, 0, zero_rows)
@@ -159,10 +159,10 @@ class Transformer(nn.Module):
         self.initialize()
 
     def initialize(self):
-        """Draw the weights that enter a block, the embedding and the head; the rest stays 0.
+        """Draw what enters a block, the embedding and the head, as the released code does.
 
-        Every draw is normal, cut at two sigma. What leaves a block is 0, so every block starts as
-        the identity. The deeper a block, the smaller its SwiGLU.
+        Every draw is normal, cut at two sigma. What leaves a block (o, down) stays 0, so that every
+        block starts as the identity. The deeper a block, the smaller its SwiGLU.
         """
         V, D = self.embed.weight.shape
         inner_std = (2 / (5 * D)) ** 0.5
@@ -195,7 +195,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def cast_matrices(self):
-        """Cast every matrix once instead of at every use. No training, no saving after this."""
+        """Cast every matrix once instead of at every use. Then the model cannot be trained."""
         for layer in self.modules():
             if isinstance(layer, Linear):
                 layer.weight = nn.Parameter(layer.cast(self.dtype), requires_grad=False)
@@ -206,7 +206,7 @@ class Transformer(nn.Module):
         return [KVCache(shape, self.dtype, self.embed.weight.device) for _ in self.blocks]
 
     def loss(self, batch, z_loss=0.0):
-        """Return the loss of a batch, and its cross-entropy alone. Both objectives are alike here.
+        """Return the loss of a batch, and its cross-entropy alone, for either objective.
 
         Each is a sum over all targets, weighted by batch.weights: of CE + z_loss * logsumexp^2.
         """
@@ -255,11 +255,10 @@ class HeadLoss(torch.autograd.Function):
         """h (B, T, D), head (V, D), targets and weights (B, T) -> the loss, and the sum of w CE."""
         W = head.to(h.dtype)
         loss, ce = torch.zeros(2, device=h.device)
-        training = ctx.needs_input_grad[0]  # not [1]: a parameter wants one under no_grad too
+        training = ctx.needs_input_grad[0]  # [1], of a parameter, is true under no_grad too
         if training:
             dh = torch.empty_like(h)
             dW = torch.zeros_like(head)
-            ctx.save_for_backward(dh, dW)
         for i, x in enumerate(h):
             logits = x @ W.T
             loss_i, ce_i, gradient = HeadLoss.sequence_loss(
@@ -270,6 +269,8 @@ class HeadLoss(torch.autograd.Function):
             if training:
                 dh[i] = gradient @ W
                 dW += gradient.T @ x
+        if training:
+            ctx.save_for_backward(dh, dW)
         ctx.mark_non_differentiable(ce)
         return loss, ce
 

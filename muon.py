@@ -10,7 +10,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from device import TIMEOUT
+from device import TIMEOUT, sum_over_ranks
+from errors import die
 
 # torch 2.13 renamed these two.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -21,7 +22,7 @@ def orthogonalize(G):
     """Map every matrix U S V^T of a stack (n, rows, cols) to about U V^T.
 
     Newton-Schulz: X <- aX + (bA + cA^2)X with A = X X^T changes the singular values alone. Five
-    steps bring those that are not minute into a band around 1, about 0.7 to 1.2; the coefficients
+    steps bring all but tiny ones into a band around 1, about 0.7 to 1.2; the coefficients
     trade convergence to 1 for speed.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -47,6 +48,8 @@ class Host:
         rank = dist.get_rank() if world > 1 else 0
         self.size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world > 1 else 1
         self.rank = rank % self.size
+        if sum_over_ranks(torch.tensor(self.size)) != world * self.size:
+            die("every host must run the same number of processes")
         self.n_hosts = world // self.size
         self.group = self.peers = None
         if self.n_hosts > 1:
@@ -83,8 +86,9 @@ class Stack:
 class Muon(torch.optim.Optimizer):
     """Muon, its work shared between ranks. Call reduce, step and zero_grad, in this order.
 
-    For each shape of matrices this is one reduce-scatter of the gradients, Newton-Schulz on the
-    rank's own slice, and one all-gather of the weights. `dtype` is the type of Newton-Schulz.
+    For each shape of matrices this is one reduce-scatter of the gradients (and an all-reduce across
+    hosts), Newton-Schulz on the rank's own slice, and one all-gather of the weights. `dtype` is the
+    type of Newton-Schulz.
     """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.1, dtype=torch.float32):

@@ -4,7 +4,8 @@ Train a dual-objective language model.
     python train.py config/demo.py                                # one process, CPU or one GPU
     python train.py config/demo.py --alpha=7/8 --out_dir=out/x    # every setting can be changed
     python train.py config/demo.py --resume                       # continue after a stop, exactly
-    python train.py config/demo.py --init_from=out/base           # start from another model
+    python train.py config/demo.py --init_from=out/base           # start from another model;
+                                      # with its step, optimizer and log if the checkpoint has them
     torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, also over hosts
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from errors import die, report
 
 if __name__ == "__main__":
-    sys.excepthook = report
+    sys.excepthook = report  # before the large imports: a missing package is one line too
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -90,7 +91,7 @@ if resume or s.init_from:
 if s.init_from:
     adopt_model(checkpoint, s)
 if s.extra_head:
-    die("extra_head is there to read the released models; it cannot be trained")
+    die("extra_head is for reading the released models; it cannot be trained")
 
 # ---- data ----------------------------------------------------------------------------------------
 corpus = open_corpus(s.data_dir, s.vocab_size)
@@ -136,9 +137,12 @@ if checkpoint:
     try:
         model.load_state_dict(checkpoint["model"])
         if "adamw" in checkpoint:
-            check_format(checkpoint)
+            if checkpoint["step"] < s.max_steps:
+                check_format(checkpoint)
             muon.load_momentum(checkpoint["momentum"])
-            adamw.load_state_dict(checkpoint["adamw"])
+            # The moments are the checkpoint's; weight decay and the like are those of this run.
+            groups = adamw.state_dict()["param_groups"]
+            adamw.load_state_dict({"state": checkpoint["adamw"]["state"], "param_groups": groups})
             step = checkpoint["step"]
             records = checkpoint["records"]
             running = checkpoint["running"]
@@ -146,10 +150,16 @@ if checkpoint:
         die(
             f"the checkpoint of {s.out_dir if resume else s.init_from} is of another model: {error}"
         )
-    if step >= s.max_steps and not resume:
-        die(f"{s.init_from} has {step} steps already: set max_steps to more")
-    say(f"resuming {s.out_dir} at step {step}" if resume else f"starting from {s.init_from}")
-continued = step > 0  # then the checkpoint holds the record of this step already
+    if resume:
+        say(f"resuming {s.out_dir} at step {step}")
+    else:
+        say(f"starting from {s.init_from} at step {step}")
+        if step >= s.max_steps:
+            die(f"{s.init_from} has {step} steps already: raise max_steps")
+        for record in records:  # the run goes on: it is not done any more
+            record.pop("done", None)
+            record.pop("overfit", None)
+continued = step > 0  # this step's record, if one was due, is in the checkpoint
 if sum_over_ranks(torch.tensor(step)) != step * world:
     die(f"the processes see different checkpoints: all hosts must share {s.out_dir}")
 del checkpoint
@@ -269,7 +279,7 @@ say(
     f"{float((1 - alpha) * R):g} times (standard deviation {deviation:.1f})"
 )
 if n_slots % alpha.denominator != 0:
-    say(f"a step has {n_slots} slots, no multiple of {alpha.denominator}: the mix alternates")
+    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: the mix alternates")
 
 
 def prefetch(step, micro):
@@ -329,12 +339,13 @@ while True:
         batch = upcoming.result().to(device)
         upcoming = prefetch(step, micro + 1)
         loss, ce = model.loss(batch, s.z_loss)  # each the sum over the slot's sequences
-        # Eq. 5, alpha L_AR + (1 - alpha) L_MD, is a mean over the batch_size sequences of the step:
-        # within a sequence the weights sum to 1, backward() sums the slots, the ranks follow below.
+        # Eq. 5, alpha L_AR + (1 - alpha) L_MD, is a mean over sequences, a share alpha of them AR.
+        # Within a sequence the weights sum to 1; backward() sums the slots, the ranks follow below.
         objective_weight = s.ar_weight if batch.is_ar else 1.0
         (loss * objective_weight / s.batch_size).backward()
-        n_sequences = torch.full_like(ce, s.micro_batch_size)
-        losses[0 if batch.is_ar else 1] += torch.stack((ce, n_sequences))
+        objective = 0 if batch.is_ar else 1
+        losses[objective, 0] += ce
+        losses[objective, 1] += s.micro_batch_size
 
     # ---- sum the gradients over the ranks --------------------------------------------------------
     matrix_square = muon.reduce()  # a matrix: on its owner, which alone updates it
