@@ -19,15 +19,18 @@ import tarfile
 import warnings
 import zipfile
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
-import tasks
 import torch
+from safetensors.torch import save
 
 import checkpoint
 import configurator
 import data
+import export
 import prepare
+import tasks
 from conftest import prose, random_model, tiny_settings
 
 ODD_VALUES = [None, True, -1, 0, 10**30, -(2**63), 0.5, 1e308, float("nan"), float("inf")]
@@ -194,7 +197,7 @@ def small_checkpoint(folder):
         "step": 6,
         "tokenizer": tokenizer,
         "running": {"ar": [0.0, 0.0], "md": [0.0, 0.0]},
-        "records": [{"step": 1, "val_ar": 2.5}],
+        "records": [{"step": 1, "val_ar": 2.5, "val_md": 3.5}],
         "data": {},
     }
 
@@ -383,6 +386,64 @@ def pack_members(kind, record, place, rng):
     return packed.getvalue()
 
 
+def released_models(folder):
+    """Import the paper's released models: .safetensors, or a pickled state dict."""
+    s = tiny_settings(n_layer=1, n_embd=8, n_ff=8, n_head=1, extra_head=True)
+    state = {}
+    for name, weight in random_model(s).state_dict().items():
+        state[export.rename(name, "released")] = weight
+    place = folder / "released"
+    place.mkdir(exist_ok=True)
+    shutil.copy(folder / "data/tiny/tokenizer.json", place)
+
+    def read(rng):
+        if rng.random() < 0.3:
+            path = place / "bad.safetensors"
+            path.write_bytes(damage(save(state), rng))
+        else:
+            path = place / "bad.bin"
+            save_spoiled(state, path, Bomb(folder), rng)
+        with mock.patch.object(export, "Settings", return_value=s):  # not the paper's size
+            import_model("--from_official", path, folder / "imported")
+
+    return read
+
+
+def llama_folders(folder):
+    """Import a Llama folder of transformers."""
+    place = folder / "llama"
+    place.mkdir(exist_ok=True)
+    checkpoint_path = folder / "small.pt"
+    torch.save(small_checkpoint(folder), checkpoint_path)
+    trained = checkpoint.load_model(str(checkpoint_path), "cpu")
+    export.write_llama(trained, "float32", place)
+    names = ["config.json", "tokenizer.json", "model.safetensors"]
+    files = {name: (place / name).read_bytes() for name in names}
+
+    def read(rng):
+        name = rng.choice(names)
+        spoil = spoil_json if name.endswith(".json") else damage
+        (place / name).write_bytes(spoil(files[name], rng))
+        try:
+            import_model("--from_llama", place, folder / "imported")
+        finally:
+            (place / name).write_bytes(files[name])
+
+    return read
+
+
+def import_model(flag, source, target):
+    """Run export.py in this process: what it writes can be loaded, and nothing else is left."""
+    shutil.rmtree(target, ignore_errors=True)
+    arguments = ["export.py", flag, str(source), "--out", str(target)]
+    try:
+        with mock.patch("sys.argv", arguments):
+            export.main()
+        checkpoint.load_model(str(target), "cpu")
+    finally:
+        assert not target.with_name(target.name + ".tmp").exists()
+
+
 ODD_SETTINGS = ["1", "0", "-1", "1e5", "1e-5", "1e999", "-1e999", "nan", "inf", "True", "None"]
 ODD_SETTINGS += ["1/2", "63/64", "1/0", "-1/2", "1e999999999", "1e-999999999", "10**9", "1_000"]
 ODD_SETTINGS += ["", "''", "[]", "{}", "0x10", "1j", "9" * 400, "9" * 5000, "-" * 3000 + "1"]
@@ -428,6 +489,8 @@ READERS = {
     "tokenizers": tokenizer_files,
     "tasks": task_files,
     "archives": archives,
+    "released": released_models,
+    "llamas": llama_folders,
     "settings": settings,
 }
 
