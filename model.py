@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
+@torch.no_grad()  # one compiled graph for training and validation
 def make_mask(segments, positions, prefix, sparse=False):
     """Return who sees whom: the one rule of attention, in every mode.
 

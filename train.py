@@ -191,7 +191,10 @@ def validate():
     batches = tqdm(val_batches(corpus, s), "validation", leave=False, disable=silent)
     for i, (ar, md) in enumerate(batches):
         if i % world == rank:
-            losses = [model.loss(batch.to(device))[1].item() for batch in (ar, md)]
+            losses = []
+            for batch in (ar, md):
+                _, ce = model.loss(batch.to(device), s.z_loss)  # z_loss: the graph of training
+                losses.append(ce.item())
             total += torch.tensor([*losses, ar.weights.sum()], dtype=torch.float64)
     total_ar, total_md, n_targets = sum_over_ranks(total).tolist()
     val_ar = total_ar / n_targets
