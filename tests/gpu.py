@@ -1,0 +1,401 @@
+"""
+Check on a machine with GPUs what only GPUs can show. It takes about ten minutes, 20 GB of disk and
+at least 12 GB on one GPU, and ends with a table: please paste it into an issue.
+
+    python tests/gpu.py
+
+1. A small model on the CPU and on the GPU: losses and gradients, with a dense mask in fp32 and in
+   bf16, and with FlexAttention.
+2. Small runs of train.py: on the CPU, on the GPU in fp32 and in bf16, resumed, on two ranks.
+3. The paper's model: tokens per second, MFU, peak memory, compiled graphs; on one GPU and on all.
+4. eval.py and sample.py.
+
+--fake is for a device that computes nothing, such as a simulated driver. It runs every line, but
+judges no number.
+"""
+
+import argparse
+import json
+import os
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from configurator import Settings, check  # noqa: E402
+from data import Stream, open_corpus, train_batch  # noqa: E402
+from model import HeadLoss, Transformer  # noqa: E402
+
+# Dense bf16 FLOP/s, by what a GPU's name contains.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+    "MI250X": 192e12,
+}
+
+# GB that the paper's model needs with a micro_batch_size, the largest first.
+MEMORY = {8: 26, 4: 18, 1: 12}
+
+# n_ff is no multiple of 64, so that bf16 fills it up with zeros.
+SMALL = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=128,
+    n_ff=444,
+    vocab_size=1024,
+    seq_len=256,
+    alpha="1/2",
+    batch_size=16,
+    micro_batch_size=4,
+    max_steps=24,
+    decay_steps=8,
+    eval_interval=12,
+    eval_tokens=16384,
+    save_interval=12,
+    log_interval=1,
+    keep=2,
+)
+
+PAPER = dict(eval_interval=0, eval_tokens=65536, save_interval=0, log_interval=1, decay_steps=0)
+
+# What hides the GPUs from a process; the last is for a simulated driver.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "FAKE_DEVICES": "0"}
+
+
+# ---- the table -----------------------------------------------------------------------------------
+class Line(NamedTuple):
+    name: str
+    found: str
+    expected: str = ""
+    verdict: str = ""
+
+
+class Table:
+    def __init__(self, fake):
+        self.fake = fake
+        self.lines = []
+
+    def note(self, name, found):
+        """Add something to know, about which there is nothing to judge."""
+        self.add(Line(name, str(found)))
+
+    def judge(self, name, found, expected, passed):
+        verdict = "ok" if passed else "FAILED"
+        self.add(Line(name, found, expected, "not judged" if self.fake else verdict))
+
+    def judge_difference(self, name, difference, limit):
+        self.judge(name, f"{difference:.1e}", f"<= {limit:.0e}", difference <= limit)
+
+    def fail(self, name, reason):
+        """Add what could not be done at all, which is a failure on any device."""
+        self.add(Line(name, reason, "", "FAILED"))
+
+    def add(self, line):
+        self.lines.append(line)
+        print("  ".join(line), flush=True)
+
+    def print(self):
+        print("\n| what | found | expected | verdict |\n|---|---|---|---|")
+        for line in self.lines:
+            print(f"| {' | '.join(line)} |")
+
+
+# ---- running scripts -----------------------------------------------------------------------------
+def run(*command, n_ranks=1, **environment):
+    """Run a script of the project; return its output. If it fails, raise its last words."""
+    python = [sys.executable]
+    if n_ranks > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
+    result = subprocess.run(
+        [*python, __file__, "--child", *command],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if result.returncode != 0:
+        print(result.stdout)
+        errors = [line for line in result.stdout.splitlines() if "rror" in line]
+        raise RuntimeError(f"{command[0]} failed: {errors[-1] if errors else 'see above'}")
+    return result.stdout
+
+
+def be_child(script, *arguments):
+    """Run a script in this process; at its end, say what it took of the GPU."""
+    sys.argv = [str(ROOT / script), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    counters = torch._dynamo.utils.counters
+    if int(os.environ.get("RANK", 0)) == 0 and torch.cuda.is_available():
+        usage = {
+            "allocated": torch.cuda.max_memory_allocated() / 1e9,
+            "reserved": torch.cuda.max_memory_reserved() / 1e9,
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": sum(counters["graph_break"].values()),
+        }
+        print("usage:", json.dumps(usage))
+
+
+def read_usage(output):
+    return json.loads(output.rpartition("usage:")[2])
+
+
+def train(folder, name, *config, n_ranks=1, environment=None, **settings):
+    """Run train.py; return the records of its log, and what it took of the GPU."""
+    settings = {"data_dir": folder / "data", "out_dir": folder / name, **settings}
+    flags = [f"--{key}={value}" for key, value in settings.items()]
+    output = run("train.py", *config, *flags, n_ranks=n_ranks, **(environment or {}))
+    log = (folder / name / "log.jsonl").read_text().splitlines()
+    usage = read_usage(output) if "usage:" in output else None
+    return [json.loads(line) for line in log], usage
+
+
+def largest_difference(records, others):
+    """Return by how much any loss in one log differs from that in another, relatively."""
+    differences = []
+    for record, other in zip(records, others, strict=True):
+        for name in ("train_ar", "train_md", "val_ar", "val_md"):
+            if name in record:
+                differences.append(abs(record[name] - other[name]) / max(abs(other[name]), 1e-9))
+    return max(differences)
+
+
+# ---- 1: the arithmetic ---------------------------------------------------------------------------
+def loss_and_gradient(weights, s, batch, device, dtype=torch.float32, sparse=False):
+    """Return the loss of a batch, and its gradient as one vector on the CPU."""
+    model = Transformer(s, dtype).to(device)
+    model.load_state_dict(weights)
+    eager_loss = HeadLoss.sequence_loss
+    if sparse:  # as train.py does it
+        model.sparse = True
+        HeadLoss.sequence_loss = torch.compile(eager_loss, dynamic=False)
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    loss, _ = model.loss(batch.to(device), s.z_loss)
+    loss.backward()
+    HeadLoss.sequence_loss = eager_loss
+    return loss.item(), torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
+
+
+def distance(vector, other):
+    return ((vector - other).norm() / other.norm()).item()
+
+
+def compare_arithmetic(table, folder):
+    """Compare the loss and the gradient of a small model on the CPU with those on the GPU."""
+    s = check(Settings(**SMALL))
+    stream = Stream(open_corpus(folder / "data", s.vocab_size), s)
+    torch.manual_seed(0)
+    model = Transformer(s)
+    for p in model.parameters():
+        if p.ndim == 2:  # also those that are 0 at first
+            torch.nn.init.normal_(p, std=0.5 / s.n_embd**0.5)
+    weights = model.state_dict()
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for slot, objective in enumerate(("AR", "MD")):
+        batch = train_batch(stream, s, 0, slot)
+        loss, gradient = loss_and_gradient(weights, s, batch, "cpu")
+        results = {
+            "fp32, dense": loss_and_gradient(weights, s, batch, "cuda", fp32),
+            "bf16, dense": loss_and_gradient(weights, s, batch, "cuda", bf16),
+            "bf16, Flex": loss_and_gradient(weights, s, batch, "cuda", bf16, sparse=True),
+        }
+        for kind, (gpu_loss, gpu_gradient) in results.items():
+            limit = 1e-4 if "fp32" in kind else 3e-2
+            difference = abs(gpu_loss / loss - 1)
+            table.judge_difference(f"{objective} loss, {kind}, against CPU", difference, limit / 10)
+            difference = distance(gpu_gradient, gradient)
+            table.judge_difference(f"{objective} gradient, {kind}, against CPU", difference, limit)
+        difference = distance(results["bf16, Flex"][1], results["bf16, dense"][1])
+        table.judge_difference(f"{objective} gradient, Flex against dense", difference, 3e-2)
+
+
+# ---- 2: small runs -------------------------------------------------------------------------------
+def compare_small_runs(table, folder):
+    cpu, _ = train(folder, "cpu", **SMALL, device="cpu", compile=False)
+    gpu, _ = train(folder, "gpu32", **SMALL, dtype="float32", compile=False)
+    table.judge_difference("small run, GPU in fp32 against CPU", largest_difference(gpu, cpu), 2e-3)
+    gpu, usage = train(folder, "gpu", **SMALL)
+    table.judge_difference("small run, GPU in bf16 against CPU", largest_difference(gpu, cpu), 2e-2)
+    # The block with and without gradients, the mask, the loss.
+    found = f"{usage['graphs']} graphs, {usage['breaks']} breaks"
+    passed = usage["graphs"] == 4 and usage["breaks"] == 0
+    table.judge("small run, compiled", found, "4 graphs, 0 breaks", passed)
+
+    resumed = folder / "resumed"
+    resumed.mkdir()
+    shutil.copy(folder / "gpu" / "ckpt_12.pt", resumed / "ckpt.pt")
+    train(folder, "resumed", **SMALL, resume=True)
+    difference = distance(last_weights(resumed), last_weights(folder / "gpu"))
+    table.judge_difference("resumed run, its weights against the whole run's", difference, 1e-3)
+    train(folder, "again", **SMALL)
+    same = torch.equal(last_weights(folder / "again"), last_weights(folder / "gpu"))
+    table.note("the same run again gives the same bits", same)
+
+
+def last_weights(out_dir):
+    """Return the weights at the end of a run as one vector."""
+    content = torch.load(out_dir / "ckpt.pt", map_location="cpu", weights_only=True)
+    return torch.cat([p.flatten() for p in content["model"].values()])
+
+
+def compare_ranks(table, folder):
+    if torch.cuda.device_count() < 2:
+        table.note("two ranks", "needs a second GPU")
+        return
+    one = [json.loads(line) for line in (folder / "gpu" / "log.jsonl").read_text().splitlines()]
+    two, _ = train(folder, "two", **SMALL, n_ranks=2)
+    table.judge_difference("small run, two ranks against one", largest_difference(two, one), 2e-2)
+
+
+# ---- 3: the paper's model ------------------------------------------------------------------------
+def flops_per_token(s):
+    """Return 6 for each weight in a matrix product, and those of attention.
+
+    A token of AR looks at half a window on average, one of MD at a whole one.
+    """
+    weights = s.n_layer * (4 * s.n_embd**2 + 3 * s.n_embd * s.n_ff) + s.n_embd * s.vocab_size
+    attention = 6 * s.n_layer * s.n_embd * s.seq_len
+    alpha = float(Fraction(s.alpha))
+    return 6 * weights + alpha * attention + (1 - alpha) * 2 * attention
+
+
+def measure_all_gpus(table, folder):
+    if torch.cuda.device_count() > 1:
+        measure_paper(table, folder, torch.cuda.device_count())
+
+
+def measure_paper(table, folder, n_gpus=1):
+    """Time the paper's model: 8 slots a step on each GPU, the first steps left out."""
+    memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+    fitting = [size for size, needed in MEMORY.items() if needed <= memory]
+    if not fitting:
+        table.note("the paper's model", f"needs {min(MEMORY.values())} GB")
+        return
+    s = check(Settings(alpha="63/64"))
+    size = fitting[0]
+    name = f"paper{n_gpus}"
+    config = str(ROOT / "config/rep16_a63_64.py")
+    settings = dict(batch_size=8 * size * n_gpus, micro_batch_size=size, max_steps=12, **PAPER)
+    start = time.time()
+    records, usage = train(folder, name, config, n_ranks=n_gpus, **settings)
+    seconds = time.time() - start
+
+    label = f"the paper's model on {n_gpus} x GPU"
+    speed = statistics.median(record["tok_per_s"] for record in records[3:])
+    table.note(f"{label}: micro_batch_size", size)
+    table.note(f"{label}: tokens/s", f"{speed:,.0f}")
+    gpu = torch.cuda.get_device_name()
+    peaks = [flops for known, flops in PEAK_FLOPS.items() if known in gpu]
+    if peaks:
+        utilization = speed * flops_per_token(s) / (n_gpus * peaks[0])
+        table.note(f"{label}: MFU", f"{utilization:.1%} of {peaks[0] / 1e12:.0f} TFLOP/s")
+    table.note(f"{label}: tokens/s after the first step", f"{records[1]['tok_per_s']:,}")
+    table.note(f"{label}: seconds in all", f"{seconds:.0f}")
+    found = f"{usage['allocated']:.1f}, {usage['reserved']:.1f} reserved"
+    needed = MEMORY[size]
+    table.judge(f"{label}: peak GB", found, f"< {needed}", usage["reserved"] < needed)
+    found = f"{usage['graphs']} graphs, {usage['breaks']} breaks"
+    passed = usage["graphs"] == 4 and usage["breaks"] == 0
+    table.judge(f"{label}: compiled", found, "4 graphs, 0 breaks", passed)
+
+
+# ---- 4: use --------------------------------------------------------------------------------------
+def evaluate(folder, name, limit, **environment):
+    """Run eval.py on held-out text; return the results, the counts and the seconds."""
+    file = folder / f"{name}.json"
+    ckpt = str(folder / name.partition("-")[0])
+    arguments = ["--tasks", "heldout", "--limit", str(limit), "--json", str(file)]
+    start = time.time()
+    run("eval.py", "--ckpt", ckpt, *arguments, **environment)
+    result = json.loads(file.read_text())
+    return result["tasks"]["heldout"], Counter(result["counts"]), time.time() - start
+
+
+def check_use(table, folder):
+    on_gpu, _, _ = evaluate(folder, "gpu-eval", 100)
+    on_cpu, _, _ = evaluate(folder, "gpu-eval-cpu", 100, **NO_GPU)
+    for mode in ("ar", "prefix", "pll1", "pll6"):
+        gpu, cpu = (results[mode]["nats_per_token"] for results in (on_gpu, on_cpu))
+        difference = abs(gpu - cpu) / abs(cpu)
+        table.judge_difference(f"eval.py, {mode}, GPU against CPU", difference, 1e-2)
+    for mode in ("ar", "prefix", "diffusion", "infill"):
+        prompt = "Return the<mask:3> of" if mode == "infill" else "Return the"
+        arguments = ["--mode", mode, "--prompt", prompt, "--length", "32"]
+        output = run("sample.py", "--ckpt", str(folder / "gpu"), *arguments)
+        text = output.partition("usage:")[0].strip()
+        table.judge(f"sample.py, {mode}", f"{len(text)} characters", "a text", len(text) > 0)
+
+
+def time_paper_evaluation(table, folder):
+    if not (folder / "paper1").exists():
+        return
+    _, counts, seconds = evaluate(folder, "paper1-eval", 1000)
+    found = f"{counts['rows']:,} rows, {counts['tokens']:,} tokens in {seconds:.0f} s with loading"
+    table.note("eval.py, the paper's model", found)
+
+
+# ---- the script ----------------------------------------------------------------------------------
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--fake", action="store_true", help="run every line, judge no number")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: torch finds no GPU here")
+    gpu = torch.cuda.get_device_properties(0)
+    if args.fake != gpu.name.startswith("Fake"):
+        sys.exit(f"error: --fake is for a device that computes nothing; this is {gpu.name}")
+
+    start = time.time()
+    table = Table(args.fake)
+    n_gpus = torch.cuda.device_count()
+    table.note("GPUs", f"{n_gpus} x {gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
+    table.note("torch, CUDA, Python", f"{torch.__version__}, {torch.version.cuda}, {sys.version}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run("prepare.py", "--out", str(folder / "data"))
+        for section in (
+            compare_arithmetic,
+            compare_small_runs,
+            compare_ranks,
+            measure_paper,
+            check_use,
+            time_paper_evaluation,
+            measure_all_gpus,
+        ):
+            try:
+                section(table, folder)
+            except (RuntimeError, OSError, LookupError, ValueError) as error:
+                table.fail(section.__name__, " ".join(str(error).split()))
+    table.note("seconds in all", f"{time.time() - start:.0f}")
+    table.print()
+    n_failed = sum(line.verdict == "FAILED" for line in table.lines)
+    sys.exit(f"error: {n_failed} of these failed" if n_failed > 0 else 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        be_child(*sys.argv[2:])
+    else:
+        main()
