@@ -223,7 +223,7 @@ def choose_split(hashes, sizes, val_fraction):
     keep[order] = True
     val = keep & (hashes <= val_fraction * 2.0**64)
 
-    wanted = val_fraction * sizes[keep].sum()
+    wanted = val_fraction * sizes[keep].sum()  # bytes
     is_near = wanted / 2 <= sizes[val].sum() <= 2 * wanted
     if not is_near or val.sum() in (0, len(order)):
         val[:] = False
@@ -393,6 +393,7 @@ def prepare(paths, source, folder, args):
     if args.tokenizer:  # first of all, as it may be wrong
         tokenizer_json = read_tokenizer(args.tokenizer)
 
+    # First pass: which documents to keep, and which to hold out?
     hashes, sizes, malformed = hash_documents(paths)
     keep, val = choose_split(hashes, sizes, args.val_fraction)
     train = keep & ~val
@@ -403,6 +404,7 @@ def prepare(paths, source, folder, args):
         f"dropped {malformed:,} malformed, {dropped:,} duplicate or empty"
     )
 
+    # Second pass: learn the tokenizer from the first 256 MiB of the training documents.
     if not args.tokenizer:
         texts = read_texts(paths, train, "learn")
         tokenizer_json = train_tokenizer(take(texts, 2**28), args.vocab_size)
@@ -412,12 +414,15 @@ def prepare(paths, source, folder, args):
     tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
     tokenizer.no_truncation()
     tokenizer.no_padding()
+
+    # Compare the two encoders on the first 512 KiB.
     vocab_size = 1 + max(tokenizer.get_vocab().values())
     encode = make_encoder(tokenizer, token_dtype(vocab_size))
     for text in take(read_texts(paths, train, "compare"), 2**19):
         if encode([text])[0].tolist() != tokenizer.encode(text, add_special_tokens=False).ids:
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
+    # Third pass: encode.
     start = time.time()
     texts = read_texts(paths, keep, "encode")
     bos = find_special_ids(tokenizer_json).bos
@@ -448,6 +453,7 @@ def next_command(out, meta):
 
 
 def parse_arguments():
+    """Return the flags, after checking all that needs no file to be read."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
