@@ -280,11 +280,10 @@ def with_mask_token(tokenizer_json):
 
 def read_tokenizer(path):
     """Return the tokenizer.json at `path`, with a <mask>."""
-    content = Path(path).read_bytes()
     try:
-        tokenizer_json = with_mask_token(content.decode())
+        tokenizer_json = with_mask_token(Path(path).read_text("utf-8"))
         find_special_ids(tokenizer_json)
-    except Exception as error:  # `tokenizers` raises no kind of its own
+    except Exception as error:  # what `tokenizers` raises is of no other kind
         die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")
     return tokenizer_json
 

@@ -220,10 +220,10 @@ def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
     assert command[:4] == ["python", "train.py", "config/demo.py", f"--data_dir={out}"]
     monkeypatch.chdir(ROOT)
     demo = prepare.load_settings(command[2:], "")
+    assert demo.vocab_size == 400 and demo.out_dir == "out/my text"
     data.Stream(data.open_corpus(tmp_path / demo.data_dir, demo.vocab_size), demo)  # not refused
 
-    meta = {"vocab_size": demo.vocab_size, "train": {"tokens": 10**9}}
-    meta["vocab_size"] = 1024
+    meta = {"vocab_size": 1024, "train": {"tokens": 10**9}}
     assert prepare.next_command(Path("data/pydocs"), meta) == "python train.py config/demo.py"
 
 
@@ -560,7 +560,7 @@ def test_the_embedded_corpus_is_read_not_run(tmp_path, monkeypatch):
         "b.py": f'"""{long}b"""\nraise SystemExit\n'
         'class C:\n    """C."""\n    def f(self):\n        """f."""\n',
         "a.py": f'"""{long}a"""\nif x:\n    async def g():\n        "f."\n'
-        '        def h(): "C."; "not me"\ny = "nor me"\n',
+        '        def h(): "C."; "not me"\ny = "nor me"\ndef again(): "f."\n',
         "pydoc_data/topics.py": f"# topics\ntopics = {{'q': {long + 'q'!r}, 'p': 'topic p'}}\n",
         "none.py": "x = 1\n",
         "test/t.py": '"""Test."""',
