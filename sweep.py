@@ -188,25 +188,26 @@ def run_grid(args):
         for run in read_runs(args.results):
             known[run.repetitions, run.alpha, run.seed] = run
 
-    missing = []  # the first columns of their lines
+    # The beginnings of lines to be written; all runs of a seed, then all of the next.
+    lines = []
     for seed, R, alpha in product(args.seeds, args.repetitions, args.alphas):
         run = known.get((R, alpha, seed))
         if run and run.settings not in ("", settings):
             die(f"{args.results} has runs of '{run.settings}': choose another folder")
         if not run or args.eval not in ("", run.eval):
-            names = {"repetitions": R, "alpha": str(alpha), "seed": seed, "settings": settings}
-            missing.append(names)
+            line = {"repetitions": R, "alpha": str(alpha), "seed": seed, "settings": settings}
+            lines.append(line)
 
     n_jobs = max(1, args.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // n_jobs)))
     try:
-        asyncio.run(run_all(args, missing, n_jobs))
+        asyncio.run(run_all(args, lines, n_jobs))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
 
 
-async def run_all(args, missing, n_jobs):
-    """Run these, some at a time, and write a line for each as it ends.
+async def run_all(args, lines, n_jobs):
+    """Run what these lines begin with, some at a time; write each line as its run ends.
 
     When this task fails or is cancelled, asyncio.run cancels the others and waits for them.
     """
@@ -216,7 +217,7 @@ async def run_all(args, missing, n_jobs):
 
     loop.set_default_executor(ThreadPoolExecutor(n_jobs))
     slots = asyncio.Semaphore(n_jobs)
-    tasks = [asyncio.create_task(run_one(args, line, slots)) for line in missing]
+    tasks = [asyncio.create_task(run_one(args, line, slots)) for line in lines]
     try:
         for finished in tqdm(asyncio.as_completed(tasks), desc="runs", total=len(tasks)):
             line = await finished
@@ -227,13 +228,18 @@ async def run_all(args, missing, n_jobs):
         raise
 
 
+def is_done(log):
+    """Say whether the run with this log is trained to its end."""
+    return log.exists() and '"done": true' in log.read_text(encoding="utf-8")
+
+
 async def run_one(args, line, slots):
-    """Train a run unless that is done, evaluate it, and return its line of the results."""
+    """Train a run unless that is done, evaluate it, and return its line with what was measured."""
     name = "R{repetitions}_a{alpha}_s{seed}".format(**line).replace("/", "_")
     folder = args.results.parent / name
     log = folder / "log.jsonl"
     async with slots:
-        if not (log.exists() and '"done": true' in log.read_text(encoding="utf-8")):
+        if not is_done(log):
             flags = [f"--{name}={line[name]}" for name in ("repetitions", "alpha", "seed")]
             flags += [f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"]
             await call(folder, "train.py", args.config, *args.train_flags, *flags)
@@ -313,30 +319,37 @@ def print_rows(cells, columns, against=None):
     print("| R | alpha | seeds |", " | ".join(columns), "|")
     print("|---|---|---|" + "---|" * len(columns))
     for (R, alpha), cell in cells.items():
-        rivals = {run.seed: run.columns for run in cells.get((R, against), [])}
-        if against is not None:
-            cell = [run for run in cell if run.seed in rivals and alpha != against]
-        if not cell:
-            continue
+        n_seeds = 0
         texts = []
         for column in columns:
-            values = [run.columns.get(column, np.nan) for run in cell]
+            values = values_by_seed(cell, column)
             if against is not None:
-                values -= np.array([rivals[run.seed].get(column, np.nan) for run in cell])
-            texts.append(format_mean(column, values, error_of_mean=against is not None))
-        print(f"| {R} | {alpha} | {len(cell)} |", " | ".join(texts), "|")
+                rivals = values_by_seed(cells.get((R, against), []), column)
+                both = [seed for seed in values if seed in rivals]
+                values = {seed: values[seed] - rivals[seed] for seed in both}
+            n_seeds = max(n_seeds, len(values))
+            texts.append(format_mean(column, list(values.values()), against is not None))
+        if n_seeds > 0 and alpha != against:
+            print(f"| {R} | {alpha} | {n_seeds} |", " | ".join(texts), "|")
 
 
-def format_mean(column, values, error_of_mean):
-    """Return the mean ± its standard error, or ± the deviation of values; one value has none."""
+def values_by_seed(cell, column):
+    """Return {seed: value of the column}."""
+    return {run.seed: run.columns[column] for run in cell if column in run.columns}
+
+
+def format_mean(column, values, of_the_mean):
+    """Return the mean ± the deviation of the values, or that of the mean; one value has none."""
+    if not values:
+        return ""
     digits = 3 if column.startswith(("val_", "logp_")) else 1
     text = f"{np.mean(values):.{digits}f}"
     if len(values) > 1:
         deviation = np.std(values, ddof=1)
-        if error_of_mean:
+        if of_the_mean:
             deviation /= len(values) ** 0.5
         text += f" ± {deviation:.{digits}f}"
-    return text.replace("nan ± nan", "").replace("nan", "")
+    return text
 
 
 # ---- fit: the paper's Gaussian process, Section 5.2 ----------------------------------------------

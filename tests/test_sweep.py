@@ -335,7 +335,9 @@ def wait_for(condition):
 
 def test_a_stopped_sweep_saves_and_continues(corpus, tmp_path):
     """SIGTERM ends train.py as well, which saves; the same command resumes it to the end."""
-    command, settings = tiny_grid(corpus, tmp_path, max_steps=150, save_interval=0)
+    command, settings = tiny_grid(
+        corpus, tmp_path, max_steps=100, save_interval=0, eval_interval=50
+    )
     command += settings
     folder = tmp_path / "out/R20_a1_2_s1"
     log = folder / "log.jsonl"
@@ -347,7 +349,7 @@ def test_a_stopped_sweep_saves_and_continues(corpus, tmp_path):
     assert b"the same command continues" in errors and b"Traceback" not in errors
     assert (folder / "ckpt.pt").exists()  # at the end of the sweep train.py has ended, too
     before = read_log(folder)
-    assert 2 <= before[-1]["step"] < 150
+    assert 2 <= before[-1]["step"] < 100
 
     run(*command, cwd=tmp_path)
     after = read_log(folder)
