@@ -54,7 +54,6 @@ TITLES = {
     "val_md": "held-out MD loss",
     "logp_pll6": "log-likelihood by PLL",
 }
-UNTRAINED_AT = {"ar": 0, "md": 1}  # the alpha at which an objective has no share
 
 
 class Run(NamedTuple):
@@ -343,6 +342,8 @@ def format_mean(column, values, of_the_mean):
     if not values:
         return ""
     digits = 3 if column.startswith(("val_", "logp_")) else 1
+    if "_minus_" in column:
+        digits += 1
     text = f"{np.mean(values):.{digits}f}"
     if len(values) > 1:
         deviation = np.std(values, ddof=1)
@@ -379,10 +380,10 @@ def print_fit(args):
 
 def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
     """Fit a column over (log2 R, log-odds of alpha); return what it says at these log2 R."""
-    # The loss of an objective that a run does not train would only bend the surface.
-    objective = column.removeprefix("val_")[:2] if is_loss(column) else ""
-    untrained_at = UNTRAINED_AT.get(objective)
-    runs = [run for run in runs if column in run.columns and run.alpha != untrained_at]
+    runs = [run for run in runs if column in run.columns]
+    if column.startswith("val_md"):
+        # AR alone has never seen a mask: its MD loss is off the scale and would bend the surface.
+        runs = [run for run in runs if run.alpha < 1]
     if len(runs) < 5 or len({run.alpha for run in runs}) < 2:
         die(
             f"a fit of '{column}' needs 5 runs and 2 alphas that have it; here are {len(runs)} runs"
@@ -472,10 +473,10 @@ def lines_of_runs(runs):
     lines = []
     for (alpha,), group in group_by(runs, "alpha").items():
         label = {0: "MD alone", 1: "AR alone"}.get(alpha, f"α = {alpha}")
-        for objective, index in (("ar", 1), ("md", 2)):
+        for objective, share, index in (("ar", alpha, 1), ("md", 1 - alpha, 2)):
             # without the first validation, before any training
             curves = [np.array(run.curve)[1:, [0, index]] for run in group if len(run.curve) > 1]
-            if curves and alpha != UNTRAINED_AT[objective]:
+            if curves and share > 0:
                 lines.append(Line(objective, label, color_of(alpha), "-", curves))
     return lines
 
@@ -495,11 +496,13 @@ def draw_lines(title, lines):
             length = min(len(curve) for curve in line.curves)
             mean = np.mean([curve[:length] for curve in line.curves], axis=0)
             ax.plot(mean[:, 0] / 1e6, mean[:, 1], line.style, color=line.color, lw=1.8)
-            if len(line.curves) > 1:
-                for curve in line.curves:
-                    ax.plot(curve[:, 0] / 1e6, curve[:, 1], color=line.color, lw=0.6, alpha=0.6)
-            top = max(top, mean[length // 8 :, 1].max())  # the first descent may leave the panel
             ends.append((*mean[-1], line))
+            for curve in line.curves:
+                if len(line.curves) > 1:
+                    ax.plot(curve[:, 0] / 1e6, curve[:, 1], color=line.color, lw=0.6, alpha=0.6)
+                top = max(
+                    top, curve[length // 8 :, 1].max()
+                )  # the first descent may leave the panel
         ax.set(xlabel="million tokens", title=f"{objective.upper()} loss, nats per token")
         ax.spines[["top", "right"]].set_visible(False)
         if ends:
@@ -534,9 +537,10 @@ def draw_maps(runs, columns):
     log_R = np.linspace(np.log2(Rs[0]), np.log2(Rs[-1]), num=33)
 
     n_bands = -(-len(columns) // 3)
-    page = Figure((10.5, 6 * n_bands), layout="constrained")
-    panels = page.subplots(2 * n_bands, 3, squeeze=False)
-    for ax in panels.flat[:]:
+    width = min(3, len(columns))
+    page = Figure((3.5 * width, 6 * n_bands), layout="constrained")
+    panels = page.subplots(2 * n_bands, width, squeeze=False)
+    for ax in panels.flat:
         ax.set_axis_off()
     for i, column in enumerate(columns):
         band, place = divmod(i, 3)
@@ -553,6 +557,8 @@ def draw_maps(runs, columns):
                 overfitted = np.mean([run.overfit for run in cell]) >= 0.5
                 marker = "kx" if overfitted else "ko"
                 ax.plot(np.log2(R), log_odds(alpha), marker, mfc="none", ms=4, clip_on=False)
+            if place == 0:
+                ax.set_ylabel("α")
         lower.set_xlabel("repetitions R")
     return page
 
@@ -579,7 +585,7 @@ def draw_chance(ax, column, log_R, surface):
     title = "chance that it is positive"
     if "_minus_" not in column:
         chance = surface.best / surface.best.max(axis=1, keepdims=True)
-        title = "best α, and min(63/64, 16/R)"
+        title = "best α (dashed: min(63/64, 16/R))"
         ax.plot(log_R, log_odds(recommended_alpha(2**log_R)), "k--", lw=1.2)
     levels = np.linspace(0, 1, 11)
     ax.contourf(log_R, surface.log_odds, chance.T, levels=levels, cmap="Purples")
