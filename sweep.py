@@ -65,7 +65,7 @@ class Run(NamedTuple):
     settings: str  # config file and settings of train.py
     eval: str  # flags of eval.py
     overfit: bool
-    curve: list[list[float]]  # at each validation: tokens, val_ar, val_md
+    curve: np.ndarray  # (validations, 3): tokens, val_ar, val_md
     columns: dict[str, float]  # everything else that is a number
 
 
@@ -135,14 +135,14 @@ def read_runs(path):
             run = Run(
                 repetitions=int(str(record.pop("repetitions"))),
                 alpha=Fraction(str(record.pop("alpha"))),  # "7/8" or 0.875
-                seed=record.pop("seed", -number),  # without seeds, every line is another run
-                settings=record.pop("settings", ""),
-                eval=record.pop("eval", ""),
-                overfit=record.pop("overfit", False),
-                curve=record.pop("curve", []),
+                seed=int(record.pop("seed", -number)),  # without seeds, every line is another run
+                settings=str(record.pop("settings", "")),
+                eval=str(record.pop("eval", "")),
+                overfit=bool(record.pop("overfit", False)),
+                curve=np.array(record.pop("curve", []), dtype=float).reshape(-1, 3),
                 columns={name: x for name, x in record.items() if type(x) in (int, float)},
             )
-        except (ValueError, KeyError, ZeroDivisionError) as error:
+        except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             die(f"{path}, line {number} is not a run: {type(error).__name__} {error}")
         if run.repetitions < 1 or not 0 <= run.alpha <= 1:
             die(f"{path}, line {number}: repetitions start at 1, alpha lies from 0 to 1")
@@ -385,9 +385,7 @@ def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
         # AR alone has never seen a mask: its MD loss is off the scale and would bend the surface.
         runs = [run for run in runs if run.alpha < 1]
     if len(runs) < 5 or len({run.alpha for run in runs}) < 2:
-        die(
-            f"a fit of '{column}' needs 5 runs and 2 alphas that have it; here are {len(runs)} runs"
-        )
+        die(f"a fit of '{column}' needs 5 runs and 2 alphas; {len(runs)} runs have it")
 
     from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
@@ -475,7 +473,7 @@ def lines_of_runs(runs):
         label = {0: "MD alone", 1: "AR alone"}.get(alpha, f"α = {alpha}")
         for objective, share, index in (("ar", alpha, 1), ("md", 1 - alpha, 2)):
             # without the first validation, before any training
-            curves = [np.array(run.curve)[1:, [0, index]] for run in group if len(run.curve) > 1]
+            curves = [run.curve[1:, [0, index]] for run in group if len(run.curve) > 1]
             if curves and share > 0:
                 lines.append(Line(objective, label, color_of(alpha), "-", curves))
     return lines

@@ -103,6 +103,8 @@ BAD_RESULTS = {
     "half a repetition": ([json.dumps(RECORD | {"repetitions": 0.5})], "line 1"),
     "no repetitions": ([json.dumps(RECORD | {"repetitions": 0})], "repetitions"),
     "alpha of 2": ([json.dumps(RECORD | {"alpha": 2})], "alpha"),
+    "half a curve": ([json.dumps(RECORD | {"curve": [[0, 7.0]]})], "line 1"),
+    "a seed of x": ([json.dumps(RECORD | {"seed": "x"})], "line 1"),
     "alpha of 1/0": ([json.dumps(RECORD | {"alpha": "1/0"})], "line 1"),
     "empty": ([], "no such runs"),
     "too few": ([json.dumps(RECORD), json.dumps(RECORD | {"alpha": 1})], "5 runs"),
