@@ -324,7 +324,9 @@ def import_released(file, folder):
 # ---- the script ----------------------------------------------------------------------------------
 def parse_arguments():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--ckpt", help="our checkpoint, or the directory of a run")

@@ -8,8 +8,9 @@ Turn text into a prepared folder: drop duplicates, hold out a share, train a tok
     python prepare.py --tasks                           # the evaluation sets -> data/tasks
 
 Inputs are .jsonl, .jsonl.gz or .jsonl.zst (the field `text` of each line is a document), .txt (cut
-into documents at blank lines), or - (JSON lines on standard input). The text is never held as a
-whole: it is read in passes (hash, learn, encode), and memory grows by 64 bytes a document at most.
+at blank lines into documents of about 64 KiB, or 1/100 of a small input), or - (JSON lines on
+standard input). The text is never held as a whole: it is read in passes (hash, learn, encode), and
+memory grows by 64 bytes a document at most.
 """
 
 import argparse
@@ -479,7 +480,7 @@ def parse_arguments():
     if not smallest <= args.vocab_size <= 65535:
         die(f"--vocab_size must be from {smallest} to 65535")
     if not 0 <= args.val_fraction < 1:
-        die("--val_fraction must be a share from 0 to less than 1")
+        die("--val_fraction must be a share from 0 (one document) to less than 1")
     return args
 
 

@@ -207,7 +207,9 @@ def check_rows(rows, special, window, args):
 # ---- the script ----------------------------------------------------------------------------------
 def parse_arguments():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--ckpt", default="out/demo", help="checkpoint, or directory of a run (out/demo)")

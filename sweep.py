@@ -162,6 +162,8 @@ def select_runs(args):
 
     measured = sorted({column for run in runs for column in run.columns})
     columns = args.target or [column for column in TITLES if column in measured]
+    if not columns:
+        die(f"choose what to show with --target: {', '.join(measured)}")
     for column in columns:
         if column not in measured:
             die(f"{args.results} has no column '{column}'{suggest(column, measured)}")
@@ -227,21 +229,18 @@ async def run_all(args, lines, n_jobs):
         raise
 
 
-def is_done(log):
-    """Say whether the run with this log is trained to its end."""
-    return log.exists() and '"done": true' in log.read_text(encoding="utf-8")
-
-
 async def run_one(args, line, slots):
-    """Train a run unless that is done, evaluate it, and return its line with what was measured."""
+    """Train and evaluate a run; return its line with what was measured.
+
+    train.py ends at once if the run is finished, and refuses one that had other settings.
+    """
     name = "R{repetitions}_a{alpha}_s{seed}".format(**line).replace("/", "_")
     folder = args.results.parent / name
     log = folder / "log.jsonl"
     async with slots:
-        if not is_done(log):
-            flags = [f"--{name}={line[name]}" for name in ("repetitions", "alpha", "seed")]
-            flags += [f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"]
-            await call(folder, "train.py", args.config, *args.train_flags, *flags)
+        flags = [f"--{setting}={line[setting]}" for setting in ("repetitions", "alpha", "seed")]
+        flags += [f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"]
+        await call(folder, "train.py", args.config, *args.train_flags, *flags)
         if args.eval:
             flags = [f"--ckpt={folder}", f"--json={folder / 'eval.json'}"]
             await call(folder, "eval.py", *shlex.split(args.eval), *flags)

@@ -81,7 +81,7 @@ def render(name, record, tag):
     """Return the context of a task's record, its completions, and the index of the right one.
 
     `tag` is what the record does not say: its subject (MMLU) or its label (PIQA, SocialIQA).
-    A completion is one space and the text of the choice, which is otherwise left untouched.
+    A completion is one space and the text of the choice, except in BLiMP, which has no context.
     """
     if name == "blimp":
         # Whole sentences right after <s>, as a training document begins.
