@@ -507,6 +507,8 @@ def test_every_line_has_a_label_of_its_colour(tmp_path):
         heights = sorted(height for height, _ in labels_of(ax).values())
         assert min(np.diff(heights)) > 0.06
         assert len(ax.lines) == 6 * (1 + 3)  # a mean and three seeds
+    np.testing.assert_allclose(md.lines[0].get_xydata(), [(1, 6), (2, 5)])
+    assert ar.lines[0].get_xydata()[0].tolist() == [1, 5]
     red, _, blue, _ = labels_of(ar)["AR alone"][1]
     assert blue > 2 * red
     red, _, blue, _ = labels_of(md)["MD alone"][1]
