@@ -218,7 +218,7 @@ def load_model(path, device="auto", dtype="auto"):
         largest = max(tokenizer.get_vocab().values())
         if largest >= settings.vocab_size:
             raise ValueError(f"token {largest} of the tokenizer has no embedding")
-    except Exception as error:  # whatever a checkpoint of others leads to
+    except (Exception, SystemExit) as error:  # the latter from check
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({reason})")
     model.to(device, dtype).eval()

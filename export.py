@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import load_model
 from configurator import Settings, check
-from data import find_special_ids
+from data import find_special_ids, parse_tokenizer
 from model import Transformer
 from prepare import with_mask_token
 
@@ -241,7 +241,7 @@ def import_llama(source, folder):
     original_tokenizer = (source / "tokenizer.json").read_text("utf-8")
     tokenizer_json = with_mask_token(original_tokenizer)
     mask = find_special_ids(tokenizer_json).mask
-    largest_id = max(tokenizers.Tokenizer.from_str(tokenizer_json).get_vocab().values())
+    largest_id = max(parse_tokenizer(tokenizer_json).get_vocab().values())
     s.vocab_size = max(s.vocab_size, largest_id + 1)
 
     weights = {}

@@ -46,7 +46,15 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
 from configurator import load_settings
-from data import FILES, FORMAT_VERSION, SPECIAL_TOKENS, find_special_ids, fingerprint, token_dtype
+from data import (
+    FILES,
+    FORMAT_VERSION,
+    SPECIAL_TOKENS,
+    find_special_ids,
+    fingerprint,
+    parse_tokenizer,
+    token_dtype,
+)
 
 FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 
@@ -266,7 +274,7 @@ def with_mask_token(tokenizer_json):
     if any(token["content"] == "<mask>" for token in config["added_tokens"]):
         return tokenizer_json
 
-    vocab = tokenizers.Tokenizer.from_str(tokenizer_json).get_vocab()
+    vocab = parse_tokenizer(tokenizer_json).get_vocab()
     mask = vocab.get("<mask>", 1 + max(vocab.values()))
     token = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
     token |= {"id": mask, "content": "<mask>", "special": True}
@@ -274,7 +282,7 @@ def with_mask_token(tokenizer_json):
     tokenizer_json = json.dumps(config, ensure_ascii=False, indent=2)
 
     # `tokenizers` counts the tokens to find a new id: wrong if some ids are unused.
-    if tokenizers.Tokenizer.from_str(tokenizer_json).token_to_id("<mask>") != mask:
+    if parse_tokenizer(tokenizer_json).token_to_id("<mask>") != mask:
         raise ValueError("some of its ids are unused, so that no <mask> can be added")
     return tokenizer_json
 
@@ -283,8 +291,9 @@ def read_tokenizer(path):
     """Return the tokenizer.json at `path`, with a <mask>."""
     try:
         tokenizer_json = with_mask_token(Path(path).read_text("utf-8"))
+        parse_tokenizer(tokenizer_json)
         find_special_ids(tokenizer_json)
-    except Exception as error:  # what `tokenizers` raises is of no other kind
+    except Exception as error:  # a wrong value can lead to any
         die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")
     return tokenizer_json
 
@@ -410,7 +419,7 @@ def prepare(paths, source, folder, args):
         tokenizer_json = train_tokenizer(take(texts, 2**28), args.vocab_size)
     (folder / "tokenizer.json").write_bytes(tokenizer_json.encode())
 
-    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer = parse_tokenizer(tokenizer_json)
     tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
     tokenizer.no_truncation()
     tokenizer.no_padding()

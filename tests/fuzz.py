@@ -239,12 +239,17 @@ def checkpoints(folder):
 
 
 def tokenizer_files(folder):
-    """Read the tokenizer inside a checkpoint."""
+    """Read the tokenizer inside a checkpoint, or one that is given to prepare.py."""
     content = small_checkpoint(folder)
     path = folder / "tokenizer.pt"
 
     def read(rng):
-        tokenizer = spoil_json(content["tokenizer"].encode(), rng).decode("utf-8", "replace")
+        spoiled = spoil_json(content["tokenizer"].encode(), rng)
+        if rng.random() < 0.5:
+            (folder / "tokenizer.json").write_bytes(spoiled)
+            prepare.read_tokenizer(folder / "tokenizer.json")
+            return
+        tokenizer = spoiled.decode("utf-8", "replace")
         torch.save({**content, "tokenizer": tokenizer}, path)
         trained = checkpoint.load_model(str(path), "cpu")
         text = "some text, <mask> and more\u00e9\U0001f600"
