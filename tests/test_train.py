@@ -265,6 +265,18 @@ def test_a_run_can_be_extended_from_before_its_decay(corpus):
     assert log_without_speed(corpus / "out/long") == log_without_speed(corpus / "out/extended")
 
 
+def test_an_extended_run_has_its_own_settings_and_is_not_done(whole, corpus):
+    """Weight decay is that of the new run in both optimizers; only its last record says done."""
+    changes = dict(max_steps=8, repetitions=3, weight_decay=0.7)
+    output = train(corpus, "out/onward", "--init_from=out/whole", **changes)
+    assert "starting from out/whole at step 6" in output
+    groups = load(corpus / "out/onward/ckpt.pt")["adamw"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.7]
+    log = read_log(corpus / "out/onward")
+    assert [record["step"] for record in log] == list(range(9))
+    assert [record["step"] for record in log if "done" in record] == [8]
+
+
 def test_init_from_takes_the_model_and_refuses_other_tokens(whole, corpus, tmp_path):
     """The shape of the model comes from the checkpoint, whatever the config says."""
     changes = dict(n_layer=1, n_embd=64, max_steps=8, repetitions=3)
