@@ -32,7 +32,7 @@ from checkpoint import load_model
 from configurator import Settings, check
 from data import find_special_ids, parse_tokenizer
 from model import Transformer
-from prepare import with_mask_token
+from prepare import is_ours, with_mask_token
 
 
 # ---- what a layer is called ----------------------------------------------------------------------
@@ -178,10 +178,9 @@ def write_gguf(trained, dtype, file):
     import gguf
 
     model, tokenizer, special, s, _ = trained
-    bpe = json.loads(tokenizer.to_str())
-    splitter = bpe["pre_tokenizer"] or {}
-    if splitter.get("type") != "ByteLevel" or splitter["add_prefix_space"] or bpe["normalizer"]:
-        die("--gguf is for tokenizers of prepare.py; convert a folder made with --out instead")
+    if not is_ours(tokenizer):
+        die("--gguf is for tokenizers of prepare.py: convert a folder made with --out instead")
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
 
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(s.seq_len)
@@ -200,7 +199,7 @@ def write_gguf(trained, dtype, file):
     writer.add_tokenizer_pre("gpt-2")  # with GPT-2's pattern for words
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in bpe["model"]["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(special.bos)
     writer.add_eos_token_id(special.bos)
     writer.add_mask_token_id(special.mask)

@@ -89,7 +89,8 @@ def spaced_tokenizer(kind):
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(prose(50), trainer)
+    blank_lines = ["\n\n"] * 100  # so that they become one token
+    tokenizer.train_from_iterator(prose(50) + blank_lines, trainer)
     return tokenizer
 
 
