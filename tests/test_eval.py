@@ -275,6 +275,13 @@ def test_equal_rows_are_computed_once(model):
     assert counts["rows"] == three_of_pll1 + all_masks + two_masks
 
 
+def test_without_a_context_ar_and_prefix_share_their_row(model):
+    _, counts = score(model, [Item((BOS,), (30, 31))], ["ar", "prefix"])
+    assert counts["rows"] == 1
+    _, counts = score(model, [Item((BOS, 20), (30, 31))], ["ar", "prefix"])
+    assert counts["rows"] == 2
+
+
 def test_equal_items_of_several_questions_are_one(trained):
     questions, _ = ev.make_questions(CHAR, DOCUMENTS + DOCUMENTS, trained)
     n_distinct = 5 + 2 + 2 + 2
