@@ -12,7 +12,6 @@ several. The released models are read with the tokenizer.json that lies next to 
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -80,9 +79,10 @@ def rename(name, tool):
 
 # ---- out: a Llama for transformers ---------------------------------------------------------------
 def write_llama(trained, dtype, folder):
-    """Write a LlamaForCausalLM and its tokenizer, which puts <s> before every text.
+    """Write a LlamaForCausalLM, its tokenizer and a model card.
 
-    <s> also ends what is generated, and no other special token is.
+    The tokenizer puts <s> before every text, as in training. <s> also ends what is generated; no
+    other special token is generated.
     """
     model, tokenizer, special, s, _ = trained
     weights = {}
@@ -148,8 +148,9 @@ A Llama trained by nanodual on two objectives at once: autoregression (AR), a sh
 of all sequences, and masked diffusion (MD). {n_tokens:,} tokens, R = {repetitions} repetitions of
 each. {losses}
 
-Every mode predicts a token from its left neighbour: with a causal mask, with a prefix that is read
-in both directions, and, for `<mask>` in place of a token, with no mask of attention at all.
+In every mode the state at a token predicts the next one: under a causal mask of attention, with a
+prefix that is read in both directions, or, where the next token is replaced by `<mask>`, with no
+mask of attention.
 """
 
 
@@ -159,12 +160,10 @@ def model_card(trained):
     losses = ""
     for record in checkpoint.get("records", []):
         if "val_ar" in record:
-            losses = (
-                "Held-out losses at step {step}: AR {val_ar:.4f}, MD {val_md:.4f} nats per token."
-            )
-            losses = losses.format(**record)
+            losses = f"Held-out losses in nats per token: AR {record['val_ar']:.4f}, "
+            losses += f"MD {record['val_md']:.4f} (step {record['step']})."
     return CARD.format(
-        name=os.path.basename(s.out_dir),
+        name=Path(s.out_dir).name,
         alpha=s.alpha,
         n_tokens=checkpoint["step"] * s.batch_size * s.seq_len,
         repetitions=s.repetitions,
@@ -179,7 +178,7 @@ def write_gguf(trained, dtype, file):
 
     model, tokenizer, special, s, _ = trained
     if not is_ours(tokenizer):
-        die("--gguf is for tokenizers of prepare.py: convert a folder made with --out instead")
+        die("--gguf is for tokenizers of prepare.py: use llama.cpp's converter on an --out folder")
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
 
     writer = gguf.GGUFWriter(file, "llama")

@@ -8,13 +8,15 @@ import resource
 import pytest
 import tokenizers
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies
 from safetensors.torch import load_file, save_file
 
 import export
 from checkpoint import load_model
 from configurator import Settings
-from conftest import BOS, MASK, N_SPECIAL, SPECIAL, prose, run, tiny_settings
+from conftest import BOS, MASK, N_SPECIAL, SPECIAL, flags, prose, read_log, run, tiny_settings
+from data import open_corpus, val_batches
 from model import ReleasedHead, Transformer, make_mask
 from sample import extend
 from test_sample import NOT_BOS, call, generate, save_checkpoint, tiny_tokenizer
@@ -362,6 +364,37 @@ def test_an_exported_model_can_be_imported_unchanged(exported, tmp_path):
         assert torch.equal(weight, after.model.state_dict()[name]), name
 
 
+@torch.no_grad()
+def ar_loss_of(llama, corpus, s):
+    """Return what transformers says about the held-out tokens, with one logit more for <mask>."""
+    total = n_targets = 0
+    for batch, _ in val_batches(corpus, s):
+        positions = torch.arange(s.seq_len).expand_as(batch.inputs)
+        mask = make_mask(batch.segments, positions, batch.prefix)
+        logits = llama(batch.inputs, attention_mask=mask).logits
+        logits = torch.cat((logits, logits.mean(-1, keepdim=True)), dim=-1)
+        losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+        total += (losses * batch.weights.flatten()).sum().item()
+        n_targets += batch.weights.sum().item()
+    return total / n_targets
+
+
+def test_training_starts_at_the_ar_loss_of_a_llama_and_its_md_loss_falls(corpus, tmp_path):
+    llama = save_llama(tmp_path / "llama")
+    text = corpus / "text.jsonl"
+    changes = dict(data_dir="data", init_from="base", out_dir="out", learning_rate=0.002)
+    tokenizer = "llama/tokenizer.json"
+    run("export.py", "--from_llama", "llama", "--out", "base", cwd=tmp_path)
+    run("prepare.py", "--input", text, "--out", "data", "--tokenizer", tokenizer, cwd=tmp_path)
+    run("train.py", *flags(**changes, max_steps=20), cwd=tmp_path)
+    records = [record for record in read_log(tmp_path / "out") if "val_ar" in record]
+    s = tiny_settings(vocab_size=301)
+    expected = ar_loss_of(llama, open_corpus(tmp_path / "data", 301), s)
+    assert records[0]["step"] == 0
+    assert records[0]["val_ar"] == pytest.approx(expected, abs=1e-4)
+    assert records[-1]["val_md"] < 0.9 * records[0]["val_md"]
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -549,7 +582,7 @@ def test_another_state_dict_is_refused_in_one_line(
 def test_a_damaged_file_or_tokenizer_is_refused(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open("raw", "wb") as file:
-        pickle.dump(Bomb(), file)
+        pickle.dump(Bomb(), file, protocol=2)
     torch.save([1, 2], "list")
     (tmp_path / "damaged.safetensors").write_bytes(b"\xff" * 100)
     for folder in ("alone", "broken", "other"):
