@@ -1,7 +1,7 @@
 """
 Exchange models with other tools: Llama folders of transformers, llama.cpp, the paper's weights.
 
-    python export.py --ckpt out/demo --out hf/demo           # for transformers, lm_eval, vLLM ...
+    python export.py --ckpt out/demo --out hf/demo           # for transformers, lm_eval ...
     python export.py --ckpt out/demo --gguf demo.gguf        # for llama.cpp; pip install gguf
     python export.py --from_llama SmolLM2 --out out/base     # then: train.py --init_from=out/base
     python export.py --from_official model.safetensors --out out/official
