@@ -1,130 +1,176 @@
-"""bench.py: its arithmetic, and that the things it compares compute the same."""
+"""The bench: its arithmetic, and that the things it compares compute the same."""
+
+import functools
+import itertools
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import tokenizers
 import torch
 
-import peers
+import bench
+import tasks
 from configurator import Settings, check
-from conftest import ROOT, TINY, random_model
-from model import Linear, Transformer, load_model
+from conftest import TINY, prose, random_model, run, tiny_settings
+from eval import Item, make_modes, score
+from model import Transformer
 from muon import Muon
-from test_eval import QUESTIONS, items_of, model, score, tokenizer  # noqa: F401
-from test_sample import save_checkpoint
+from test_tasks import write_tasks
 
 
-def bench(*flags, code=0):
-    child = subprocess.run([sys.executable, f"{ROOT}/bench.py", *flags], capture_output=True, text=True)
-    assert child.returncode == code
-    return child.stdout if code == 0 else child.stderr
-
-
-def test_cost_of_the_papers_model(tmp_path):
-    bench("--only", "cost", "--devices=8", "--peak_flops=1e15", "--mfu=0.5", f"--json={tmp_path}/b.json")
-    value = {row["what"]: row["value"] for row in json.loads((tmp_path / "b.json").read_text())}
+# ---- cost ----------------------------------------------------------------------------------------
+def test_the_cost_is_that_of_the_papers_model(tmp_path):
+    flags = ["--only", "cost", "--devices=8", "--peak_flops=1e15", "--mfu=0.5"]
+    run("tests/bench.py", *flags, "--json=table.json", cwd=tmp_path)
+    rows = json.loads((tmp_path / "table.json").read_text())
+    value = {row["what"]: row["value"] for row in rows}
     with torch.device("meta"):
         paper = Transformer(check(Settings()))
     matrices = sum(p.numel() for p in paper.blocks.parameters() if p.ndim == 2)
     total = sum(p.numel() for p in paper.parameters())
-    assert value["weights, as of gradients: GB on each of 8 devices"] == pytest.approx(4 * total / 1e9)
-    assert value["Muon's momentum: GB on each of 8 devices"] == pytest.approx(matrices / 2 / 1e9)
-    assert value["AdamW's two moments: GB on each of 8 devices"] == pytest.approx(8 * (total - matrices) / 1e9)
-    # a matrix product costs 2 per weight and token, its backward pass 4; QK and AV the same, over 2,048 keys or half of them
+    # A matrix product costs 2 for each weight and token, its backward pass 4. So do QK and AV, over
+    # 2,048 keys or half of them.
     products = 6 * (matrices + paper.head.weight.numel())
-    assert value["AR: GFLOPs a token"] == pytest.approx((products + 24 * 6 * 2 * 1024 * 1024) / 1e9)
-    assert value["MD: GFLOPs a token"] == pytest.approx((products + 24 * 6 * 2 * 1024 * 2048) / 1e9)
-    assert value["AR: tokens/s of 8 devices, MFU 50%"] == pytest.approx(4e6 / value["AR: GFLOPs a token"])
+    expected = {
+        "weights, as of gradients: GB on each of 8 devices": 4 * total / 1e9,
+        "Muon's momentum, in hosts of 8: GB on each of 8 devices": 4 * matrices / 8 / 1e9,
+        "AdamW's two moments: GB on each of 8 devices": 8 * (total - matrices) / 1e9,
+        "logits of a sequence: GB on each of 8 devices": 4 * 2048 * 51200 / 1e9,
+        "AR: GFLOPs a token": (products + 24 * 6 * 2 * 1024 * 1024) / 1e9,
+        "MD: GFLOPs a token": (products + 24 * 6 * 2 * 1024 * 2048) / 1e9,
+        "AR: tokens/s of 8 devices, MFU 50%": 4e6 / value["AR: GFLOPs a token"],
+        "MD: tokens/s of 8 devices, MFU 50%": 4e6 / value["MD: GFLOPs a token"],
+    }
+    assert value == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--only", "cost,decodng"], "no part 'decodng', did you mean 'decoding'?"),
-    (["--only", "cost", "--devices=0"], "--devices and --rounds are at least 1")])
-def test_bad_flags(flags, message):
-    assert bench(*flags, code=1) == f"error: {message}\n"
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--only", "cost,decodng"], "no part 'decodng', did you mean 'decoding'?"),
+        (["--only", "cost", "--devices=0"], "--devices and --rounds are at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench.py", *flags])
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    assert error.value.code == f"error: {message}"
 
 
-@pytest.mark.parametrize("part", ["training", "muon", "head", "data", "decoding"])
-def test_every_part_measures_what_it_says(part, monkeypatch):
-    """Each on a tiny model, with a clock of our own: every function is called, every value is the right way round."""
-    monkeypatch.setattr(peers, "SMALL", TINY | dict(seq_len=512, batch_size=16, micro_batch_size=8, max_steps=1,
-                                                    decay_steps=0, eval_tokens=4096))
-    monkeypatch.setattr(peers, "PAPER", TINY)
-    monkeypatch.setattr(peers, "HEAD", (64, 300, 8))
-    monkeypatch.setattr(peers, "peak", lambda name: {"chunked_head": 1, "plain_head": 8, "stream": 50}[name])
-    monkeypatch.setattr(peers.torch, "compile", lambda function, dynamic: function)
-
-    times = dict(ours=2, llama=3, theirs=3, plain=3, Muon=2, TextbookMuon=3, md=4, dual=6, adamw=5, products=1, epoch=0.5,
-                 slot=0.16, step=1, long=4, uncached=1)
-
-    def seconds(**functions):
-        for function in functions.values():
-            function()
-        return SimpleNamespace(**{name: times[name] for name in functions})
-    seconds.rounds = 1
-    rows = list(peers.PARTS[part](seconds))
-    for what, value, bound in rows:
-        assert value > 0 and bound.split()[0] in ("<=", ">=") and float(bound.split()[1]) > 0, what
-    expected = {"training": [1.5, None, 1.5, 22 / 21, 1.5, None], "muon": [1.5], "head": [2 / 3, 1 / 8],
-                "data": [1.5, 0.01, 0.5, 50], "decoding": [1.5, 16, 1.5, 16]}[part]
-    assert all(e is None or row[1] == pytest.approx(e) for e, row in zip(expected, rows))
-    assert part != "muon" or rows[2][1] == 0.5  # half of the momentum on each of two ranks
+# ---- times ---------------------------------------------------------------------------------------
+# What each function takes by our clock, and the values that follow; those of muon's ranks are real.
+TIMES = dict(ours=2, llama=3, theirs=3, plain=3, textbook=3, products=1, md=4, dual=6, adamw=5)
+TIMES |= dict(epoch=0.5, slot=0.16, step=1, long=4, uncached=1, ar=2, plain_ar=3, pll=2)
+TIMES |= dict(plain_pll=3)
+VALUES = {
+    "training": [1.5, None, 1.5, 22 / 21, 1.5, None],
+    "muon": [1.5, None, 0.5],
+    "head": [2 / 3, 1 / 8],
+    "data": [1.5, 0.01, 0.5, 50],
+    "evaluation": [1.5, 1.5],
+    "decoding": [1.5, 16, 1.5, 16],
+}
+PEAKS = {bench.our_head: 1, bench.plain_head: 8, bench.start_epoch: 50}
 
 
-def test_memory_of_a_million_documents():
-    """At least the permutation of 10^6 documents in 8 bytes each, at most 100 MB; measured in a process of its own."""
-    assert 8 < peers.peak("stream") < 100
+def one_by_one(rounds, **functions):
+    """Call every function, and say that it took what the table says."""
+    for function in functions.values():
+        function()
+    return SimpleNamespace(**{name: TIMES[name] for name in functions})
 
 
-# ---- what is compared gives the same ---------------------------------------------------------------------------------
+@pytest.fixture
+def tiny_bench(monkeypatch, corpus, tmp_path):
+    """The bench on a tiny model, a tiny corpus and tiny tasks, with a clock of our own."""
+    small = dict(seq_len=512, batch_size=16, micro_batch_size=8, max_steps=1, decay_steps=0)
+    tokenizer = tokenizers.Tokenizer.from_file(str(corpus / "data/tiny/tokenizer.json"))
+    write_tasks(tmp_path / "data/tasks", n=8)
+    changes = {
+        "SMALL": TINY | small | dict(eval_tokens=4096),
+        "PAPER": TINY,
+        "HEAD": dict(B=2, T=32, V=300, D=8),
+        "seconds": one_by_one,
+        "peak": lambda make, use: PEAKS[use],
+        "embedded_corpus": lambda: (prose(9), tokenizer),
+        "read_task": functools.partial(tasks.read_task, limit=8),
+    }
+    for name, value in changes.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, dynamic: None)
+    monkeypatch.chdir(tmp_path)
 
-def test_plain_scorers(model, tokenizer):  # noqa: F811
-    items = items_of(QUESTIONS, tokenizer)
-    values = score(model, ["ar", "pll1", "pll6"], items)
-    assert values["ar"] == pytest.approx(peers.plain_ar(model, items), rel=1e-5)
+
+@pytest.mark.parametrize("part", VALUES)
+def test_every_part_measures_what_it_says(part, tiny_bench):
+    """Every function can be called, every ratio is the right way round."""
+    rows = list(bench.PARTS[part](SimpleNamespace(rounds=1)))
+    assert len(rows) == len(VALUES[part])
+    for row, expected in zip(rows, VALUES[part]):
+        sign, number = row.bound.split()
+        assert sign in ("<=", ">=") and float(number) > 0
+        assert row.value > 0
+        assert expected is None or row.value == pytest.approx(expected)
+
+
+def test_the_median_is_taken_after_a_first_round():
+    calls = []
+    clock = itertools.count()  # each call takes 1, the second of each round 3
+    with mock.patch("time.perf_counter", side_effect=lambda: next(clock)):
+        t = bench.seconds(
+            3,
+            ours=lambda: calls.append("ours"),
+            theirs=lambda: calls.append([next(clock), next(clock)]),
+        )
+    assert t.ours == 1 and t.theirs == 3
+    assert len(calls) == 8 and calls[::2] == ["ours"] * 4
+
+
+def test_a_million_documents_need_less_than_100_MB():
+    """At least 8 MB: a permutation of 10^6 documents, in 8 bytes each."""
+    assert 8 < bench.peak(bench.many_documents, bench.start_epoch) < 100
+
+
+# ---- what is compared computes the same ----------------------------------------------------------
+def test_plain_scorers_give_the_scores_of_eval():
+    model = random_model(tiny_settings())
+    contexts = [(1, 20, 30, 40), (1, 50)]
+    completions = [(60,), (61, 62, 63), tuple(range(64, 72))]
+    items = [Item(context, w) for context in contexts for w in completions]
+    values, _ = score(model, items, make_modes(["ar", "pll"], [1, 6], 0, bench.SPECIAL.mask))
+    assert values["ar"] == pytest.approx(bench.plain_ar(model, items), rel=1e-5)
     for n in (1, 6):
-        assert values[f"pll{n}"] == pytest.approx(peers.plain_pll(model, items, n), rel=1e-5)
+        assert values[f"pll{n}"] == pytest.approx(bench.plain_pll(model, items, n), rel=1e-5)
 
 
-def test_textbook_muon():
-    pairs = [[torch.nn.Parameter(p.clone()) for p in peers.layers(1, check(Settings(**TINY)))] for _ in range(2)]
-    for p, q in zip(*pairs):
-        q.data.copy_(p.data)
-        p.grad = torch.randn_like(p)
-        q.grad = p.grad.clone()
-    Muon(pairs[0], 0.1).step()
-    peers.TextbookMuon(pairs[1], 0.1).step()
-    for p, q in zip(*pairs):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+def test_one_matrix_at_a_time_gives_the_update_of_muon():
+    ours, theirs = (bench.make_muon(kind, 1, TINY) for kind in (Muon, bench.TextbookMuon))
+    for stack, other in zip(ours.stacks, theirs.stacks):
+        other.weights.copy_(stack.weights)
+        other.grads.copy_(stack.grads)
+    for optimizer in (ours, theirs):
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+    for stack, other in zip(ours.stacks, theirs.stacks):
+        torch.testing.assert_close(stack.weights, other.weights, rtol=1e-3, atol=1e-5)
 
 
-def test_head_losses(monkeypatch):
-    monkeypatch.setattr(peers, "HEAD", (64, 300, 8))
-    monkeypatch.setattr(peers, "Z", 0)
-    gradients = []
-    for make in (peers.chunked_head, peers.plain_head):
-        run = make()
-        run()
-        h, W = run.__closure__[[*run.__code__.co_freevars].index("h")], run.__closure__[[*run.__code__.co_freevars].index("W")]
-        gradients.append((h.cell_contents.grad, W.cell_contents.grad))
-    for ours, theirs in zip(*gradients):
-        torch.testing.assert_close(ours, theirs)
+def test_both_heads_give_the_same_gradients(monkeypatch):
+    monkeypatch.setattr(bench, "HEAD", dict(B=2, T=32, V=300, D=8))
+    ours, theirs = bench.make_head_inputs(), bench.make_head_inputs()
+    bench.our_head(ours, z_loss=0)
+    bench.plain_head(theirs)
+    torch.testing.assert_close(ours.h.grad, theirs.h.grad)
+    torch.testing.assert_close(ours.W.grad, theirs.W.grad)
 
 
-def test_a_packed_model_is_the_same_model(tmp_path):
-    """load_model packs the weights for the CPU: the hidden states and logits are those of the model that was saved."""
-    save_checkpoint(tmp_path)
-    packed, _, checkpoint = load_model(tmp_path, "cpu")
-    plain = random_model(checkpoint["settings"])
-    plain.load_state_dict(checkpoint["model"])
-    assert all("forward" in vars(layer) for layer in packed.modules() if isinstance(layer, Linear))
-    x, t = torch.randint(16, 20, (3, 7)), torch.arange(7).expand(3, 7)
-    mask = peers.make_mask(torch.ones_like(x), t, torch.tensor([0, 3, 7]))
+def test_our_model_is_the_llama_that_it_is_compared_with(tiny_bench):
+    model, s = bench.small_model()
+    x = torch.randint(16, 300, (2, 9))
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
     with torch.no_grad():
-        expected = plain.head(plain.hidden(x, mask, t))
-        torch.testing.assert_close(packed.head(packed.hidden(x, mask, t)), expected, rtol=1e-5, atol=1e-5)
-        places = torch.tensor([2, 5, 20])
-        torch.testing.assert_close(packed.head(packed.hidden(x, mask, t, None, places)), expected.flatten(0, 1)[places],
-                                   rtol=1e-5, atol=1e-5)
+        ours = model.head(model.hidden(x, causal, torch.arange(9)[None]))
+        torch.testing.assert_close(ours, bench.llama(model, s)(x).logits, rtol=1e-4, atol=1e-4)
