@@ -36,6 +36,7 @@ import torch  # noqa: E402
 
 from configurator import Settings, check  # noqa: E402
 from data import Stream, open_corpus, train_batch  # noqa: E402
+from device import choose_device  # noqa: E402
 from model import HeadLoss, Transformer  # noqa: E402
 
 # Dense bf16 FLOP/s, by what a GPU's name contains.
@@ -367,6 +368,7 @@ def main():
     if args.fake != gpu.name.startswith("Fake"):
         sys.exit(f"error: --fake is for a device that computes nothing; this is {gpu.name}")
 
+    choose_device("cuda")  # as every script does
     start = time.time()
     table = Table(args.fake)
     n_gpus = torch.cuda.device_count()
