@@ -9,6 +9,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from device import TIMEOUT, sum_over_ranks
 from errors import die
@@ -29,10 +30,14 @@ def orthogonalize(G):
     tall = G.size(-2) > G.size(-1)
     X = G.mT if tall else G  # so that A is the smaller Gram matrix
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value exceeds 1
+    n_columns = X.size(-1)
+    if X.dtype == torch.bfloat16:  # zeros that change nothing, as in model.py's Block
+        X = F.pad(X, (0, -n_columns % 64))
     for _ in range(5):
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # bA + cA^2
         X = torch.baddbmm(X, B, X, beta=a)  # aX + BX
+    X = X[..., :n_columns]
     return X.mT if tall else X
 
 

@@ -70,9 +70,8 @@ SMALL = dict(
     decay_steps=8,
     eval_interval=12,
     eval_tokens=16384,
-    save_interval=12,
+    save_interval=0,
     log_interval=1,
-    keep=2,
 )
 
 PAPER = dict(eval_interval=0, eval_tokens=65536, save_interval=0, log_interval=1, decay_steps=0)
@@ -135,8 +134,8 @@ def run(*command, n_ranks=1, **environment):
     )
     if result.returncode != 0:
         print(result.stdout)
-        errors = [line for line in result.stdout.splitlines() if "rror" in line]
-        raise RuntimeError(f"{command[0]} failed: {errors[-1] if errors else 'see above'}")
+        errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+        raise RuntimeError(f"{command[0]}: {errors[0] if errors else 'see its output above'}")
     return result.stdout
 
 
@@ -244,7 +243,7 @@ def compare_small_runs(table, folder):
 
     resumed = folder / "resumed"
     resumed.mkdir()
-    shutil.copy(folder / "gpu" / "ckpt_12.pt", resumed / "ckpt.pt")
+    shutil.copy(folder / "gpu" / "ckpt_decay.pt", resumed / "ckpt.pt")  # of step 16
     train(folder, "resumed", **SMALL, resume=True)
     difference = distance(last_weights(resumed), last_weights(folder / "gpu"))
     table.judge_difference("resumed run, its weights against the whole run's", difference, 1e-3)
