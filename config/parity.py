@@ -1,6 +1,8 @@
-# The paper's proportions on a laptop CPU: 93 training tokens per parameter (the paper: 95), bytes for tokens.
+# The paper's proportions on a laptop CPU: 93 training tokens per parameter (the paper: 95),
+# bytes for tokens.
 #   python prepare.py --vocab_size 272 --out data/bytes
-#   python sweep.py run --config config/parity.py --repetitions 16,64 --alphas 0,1/2,15/16,1 --seeds 1,2,3 --jobs 2
+#   python sweep.py run --config config/parity.py --repetitions 16,64 --alphas 0,1/2,15/16,1 \
+#       --seeds 1,2,3 --jobs 2
 # 56,448 parameters without embeddings. 4 slots of 4 sequences x 256 tokens = 4,096 tokens a step,
 # 1,280 steps = 5.2M tokens, of which 328k are unique at R = 16. About 2 minutes of one core a run.
 data_dir = "data/bytes"

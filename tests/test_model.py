@@ -150,7 +150,7 @@ def test_the_papers_model_has_its_size():
 
 
 def test_initialisation_follows_the_papers_rule():
-    """Standard deviations, cut at two sigma (which leaves 0.88 of them); what leaves a block is 0."""
+    """Deviations, cut at two sigma (which leaves 0.88 of them); what leaves a block is 0."""
     s = tiny_settings(n_embd=256, n_ff=512, vocab_size=2000, n_layer=3)
     torch.manual_seed(0)
     model = Transformer(s)

@@ -64,7 +64,8 @@ def test_every_file_that_is_named_or_linked_exists(document):
 @pytest.mark.parametrize("document", ["README.md", "NOTES.md"])
 def test_commands_name_scripts_and_flags_that_exist(document):
     """Every --flag of a shown command occurs in its script, or is a setting of train.py."""
-    commands = re.findall(r"^    .*(?:python|torchrun) .*\.py.*$", read(document), re.M)
+    text = read(document).replace("\\\n", " ")  # a command may continue on the next line
+    commands = re.findall(r"^    .*(?:python|torchrun) .*\.py.*$", text, re.M)
     assert commands
     for command in commands:
         words = shlex.split(command, comments=True)
