@@ -310,7 +310,8 @@ def add_log_probabilities(totals, model, rows, wanted):
     h = model.hidden(tokens, make_mask(segments, positions, prefix), positions)
     row_index, place = torch.tensor(places, device=device).T
     logits = model.head(h[row_index, place]).float()
-    losses = F.cross_entropy(logits, torch.tensor(targets, device=device), reduction="none")
+    targets = torch.tensor(targets, device=device)
+    losses = F.cross_entropy(logits, targets, reduction="none").cpu()  # the one wait for a GPU
     if not losses.isfinite().all():
         die("this model's predictions are not finite: its training has diverged")
     for (mode, read), loss in zip(uses, losses.tolist()):
