@@ -325,10 +325,10 @@ def pad_batch(rows):
     positions that follow the trunk's. Padding is a segment too, -1, which nothing else sees.
     """
     shape = len(rows), length(rows[0])
-    tokens = torch.zeros(shape, dtype=torch.long)
-    segments = torch.full(shape, -1)
-    positions = torch.zeros(shape, dtype=torch.long)
-    prefix = torch.zeros(len(rows), dtype=torch.long)
+    tokens = np.zeros(shape, dtype=np.int64)  # numpy: a GPU would wait for torch's many small calls
+    segments = np.full(shape, -1)
+    positions = np.zeros(shape, dtype=np.int64)
+    prefix = np.zeros(len(rows), dtype=np.int64)
     for b, row in enumerate(rows):
         if row.bidirectional:
             prefix[b] = len(row.trunk)
@@ -336,10 +336,10 @@ def pad_batch(rows):
         for segment, part in enumerate((row.trunk, *row.branches)):
             start, end = end, end + len(part)
             position = len(row.trunk) if segment > 0 else 0
-            tokens[b, start:end] = torch.tensor(part, dtype=torch.long)
+            tokens[b, start:end] = part
             segments[b, start:end] = segment
-            positions[b, start:end] = torch.arange(position, position + len(part))
-    return tokens, segments, positions, prefix
+            positions[b, start:end] = np.arange(position, position + len(part))
+    return [torch.from_numpy(array) for array in (tokens, segments, positions, prefix)]
 
 
 # ---- judging -------------------------------------------------------------------------------------
