@@ -48,7 +48,14 @@ from checkpoint import (
     save_checkpoint,
 )
 from configurator import load_settings
-from data import Stream, bytes_per_token, open_corpus, train_batch, val_batches
+from data import (
+    Stream,
+    bytes_per_token,
+    count_val_windows,
+    open_corpus,
+    train_batch,
+    val_batches,
+)
 from device import all_reduce_gradients, choose_device, join_ranks, sum_over_ranks
 from model import HeadLoss, Transformer
 from muon import Muon
@@ -187,8 +194,9 @@ bits_per_byte = 1 / (math.log(2) * bytes_per_token(corpus, s))  # of one nat per
 def validate():
     """Return both held-out losses, in nats per token and bits per byte, on any world."""
     total = torch.zeros(3, dtype=torch.float64)  # sum of AR losses, of MD losses; targets
+    n_batches = math.ceil(count_val_windows(corpus, s) / s.micro_batch_size)
     silent = True if rank > 0 else None  # None: unless someone is watching at a terminal
-    batches = tqdm(val_batches(corpus, s), "validation", leave=False, disable=silent)
+    batches = tqdm(val_batches(corpus, s), "validation", n_batches, leave=False, disable=silent)
     for i, (ar, md) in enumerate(batches):
         if i % world == rank:
             losses = []

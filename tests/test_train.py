@@ -1,5 +1,6 @@
 """Whole runs of train.py, as a user starts them: resume, ranks, signals, log."""
 
+import json
 import os
 import signal
 import sys
@@ -303,6 +304,34 @@ def test_a_restart_resumes_only_what_its_own_job_began(corpus):
     arguments = ["train.py", *flags(data_dir="data/tiny", out_dir="out/begun")]
     run(*arguments, cwd=corpus, **same_job)
     assert "resuming out/begun" in run(*arguments, cwd=corpus, **same_job)
+
+
+# Stands in for the package: writes down how it is called.
+WANDB = """
+import json
+def note(*call):
+    with open("wandb_calls.jsonl", "a") as file:
+        file.write(json.dumps(call) + "\\n")
+def init(**arguments):
+    note("init", arguments["id"], arguments["resume"])
+def log(record, step):
+    note("log", step, sorted(record))
+"""
+
+
+def test_a_resumed_run_continues_the_same_one_in_wandb(corpus, tmp_path):
+    (tmp_path / "wandb.py").write_text(WANDB)
+    arguments = ["train.py", "--wandb", *flags(data_dir=corpus / "data/tiny", out_dir="out/w")]
+    run(*arguments, cwd=tmp_path, PYTHONPATH=tmp_path)
+    os.replace(tmp_path / "out/w/ckpt_decay.pt", tmp_path / "out/w/ckpt.pt")
+    run(*arguments, "--resume", cwd=tmp_path, PYTHONPATH=tmp_path)
+    run(*arguments, "--out_dir=out/v", cwd=tmp_path, PYTHONPATH=tmp_path)
+    calls = [json.loads(line) for line in open(tmp_path / "wandb_calls.jsonl")]
+    starts = [call for call in calls if call[0] == "init"]
+    assert [resume for _, _, resume in starts] == ["allow"] * 3
+    first, again, other = [run_id for _, run_id, _ in starts]
+    assert first == again != other
+    assert [call[1] for call in calls if call[0] == "log"] == [*range(7), 5, 6, *range(7)]
 
 
 # ---- one step, against loops written out here ----------------------------------------------------
