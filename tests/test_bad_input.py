@@ -350,11 +350,31 @@ SAMPLE = {
 }
 
 EXPORT = {
-    "nothing named": script("export.py --out hf", "--ckpt"),
-    "already there": script("export.py --ckpt out/run --out data", "data"),
+    "nothing named": script("export.py --out hf", "one of the arguments --ckpt --from_llama"),
+    "already there": script("export.py --ckpt out/run --out data", "data exists already"),
     "not a model": script(
-        "export.py --from_official a.bin --out hf", "a.bin", write("a.bin", b"a")
+        "export.py --from_official a.bin --out hf",
+        "cannot turn a.bin into hf",
+        write("a.bin", b"a"),
     ),
+    "not a Llama": script("export.py --from_llama data --out hf", "data/config.json"),
+}
+
+RUN_LINE = b'{"repetitions": 4, "alpha": "1/2", "val_ar": 2.5}\n'
+SWEEP = {
+    "no results": script("sweep.py fit --results none.jsonl", "none.jsonl"),
+    "not JSON": script(
+        "sweep.py table --results a.jsonl", "a.jsonl, line 2", write("a.jsonl", RUN_LINE + b"{")
+    ),
+    "too few runs": script(
+        "sweep.py fit --results a.jsonl", "needs 5 runs", write("a.jsonl", RUN_LINE)
+    ),
+    "no such column": script(
+        "sweep.py table --results a.jsonl --target val_arr",
+        "did you mean 'val_ar'?",
+        write("a.jsonl", RUN_LINE),
+    ),
+    "no grid": script("sweep.py run --config config/tiny.py", "which runs?"),
 }
 
 TABLES = {
@@ -366,6 +386,7 @@ TABLES = {
     "eval": EVAL,
     "sample": SAMPLE,
     "export": EXPORT,
+    "sweep": SWEEP,
 }
 CASES = {}
 for table, cases in TABLES.items():
