@@ -305,9 +305,12 @@ def add_log_probabilities(totals, model, rows, wanted):
             targets.append(read.target)
 
     device = model.embed.weight.device
-    tokens, segments, positions, prefix = [array.to(device) for array in pad_batch(rows)]
-    # The mask is dense, because FlexAttention would be compiled anew for each shape of a batch.
-    h = model.hidden(tokens, make_mask(segments, positions, prefix), positions)
+    tokens, segments, positions, prefix = pad_batch(rows)
+    mask = None  # all see all: so it is in most batches of pll, and faster than a mask of ones
+    if (prefix < tokens.shape[1]).any():
+        # It is dense, because FlexAttention would be compiled anew for each shape of a batch.
+        mask = make_mask(segments.to(device), positions.to(device), prefix.to(device))
+    h = model.hidden(tokens.to(device), mask, positions.to(device))
     row_index, place = torch.tensor(places, device=device).T
     logits = model.head(h[row_index, place]).float()
     targets = torch.tensor(targets, device=device)

@@ -181,10 +181,13 @@ def test_pll_and_chain_under_causal_attention_are_the_ar_sum(model, items, monke
     """What is masked lies in the future. This also proves the shift."""
     bidirectional, _ = score(model, items, ["ar", "pll", "chain"], mask_counts=(1, 3))
 
-    def causal_mask(segments, positions, prefix):
-        return model_file.make_mask(segments, positions, torch.zeros_like(prefix))
+    hidden = model.hidden
 
-    monkeypatch.setattr(ev, "make_mask", causal_mask)
+    def causal_hidden(tokens, mask, positions):
+        T = tokens.shape[1]
+        return hidden(tokens, torch.ones(1, 1, T, T, dtype=torch.bool).tril(), positions)
+
+    monkeypatch.setattr(model, "hidden", causal_hidden)
     causal, _ = score(model, items, ["pll", "chain"], mask_counts=(1, 3))
     for mode in ("pll1", "pll3", "chain"):
         np.testing.assert_allclose(causal[mode], bidirectional["ar"], rtol=1e-5)
@@ -525,10 +528,9 @@ def test_differences_to_ar_are_paired():
 
 
 def test_nats_per_token_are_those_of_the_right_completion():
-    question = Question(
-        document("c", ["a", "b"], gold=1), [Item((1,), (5, 6)), Item((1,), (7,) * 4)], []
-    )
-    _, nats, _ = ev.judge(RAW, [question], {question.given[0]: -1.0, question.given[1]: -2.0})
+    wrong, right = Item((1,), (5, 6)), Item((1,), (7, 7, 7, 7))
+    question = Question(document("c", ["a", "b"], gold=1), [wrong, right], [])
+    _, nats, _ = ev.judge(RAW, [question], {wrong: -3.0, right: -2.0})
     assert nats.tolist() == [-0.5]
 
 

@@ -239,7 +239,7 @@ def replace_line(name, number, text):
         ),
         (
             "mmlu",
-            replace_line("sub_03_test.csv", 1, "question,a,b,c,D"),
+            replace_line("sub_03_test.csv", 1, "question,a,b,c,A"),
             "sub_03_test.csv, record 2 is wrong",
         ),
         (
@@ -411,6 +411,22 @@ def test_a_bad_release_is_one_line_and_leaves_nothing(site, tmp_path, path, cont
     n_before = ["/BLiMP.zip", "/data.tar", "/valid-labels.lst"].index(path)
     assert sorted(os.listdir(tmp_path)) == ["blimp", "mmlu"][:n_before]
     assert all(p.stat().st_size <= 2**24 for p in tmp_path.rglob("*"))
+
+
+def test_no_more_is_taken_from_a_member_than_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "MAX_MEMBER_SIZE", 10)
+    archive = tmp_path / "release.zip"
+    archive.write_bytes(zipped({"ARC-Easy-Test.jsonl": b"x" * 1000}))
+    tasks.extract(archive, TASKS["arc_easy"], tmp_path)
+    assert (tmp_path / "ARC-Easy-Test.jsonl").read_bytes() == b"x" * 10
+
+
+def test_no_more_is_downloaded_than_a_limit(site, tmp_path, monkeypatch):
+    site["/long"] = bytes(3 * 2**20)
+    monkeypatch.setattr(tasks, "MAX_DOWNLOAD", 2**20)
+    address = tasks.TASKS["piqa"].urls[0].rpartition("/")[0]
+    tasks.download(f"{address}/long", tmp_path / "long")
+    assert (tmp_path / "long").stat().st_size == 2**20
 
 
 def test_without_a_network_a_user_is_told_what_to_do_by_hand(tmp_path):
