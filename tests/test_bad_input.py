@@ -249,7 +249,8 @@ RUN_DIRECTORY = {
         edit_checkpoint(lambda content: content["settings"].update(dropout=0.1)),
     ),
     "of an earlier version": resume(
-        "is of an earlier version", edit_checkpoint(lambda content: content.pop("format"))
+        "is of an earlier version",
+        edit_checkpoint(lambda content: content.update(format=1, step=5)),
     ),
     "nothing to start from": train("no checkpoint out/none", init_from="out/none"),
 }

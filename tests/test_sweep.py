@@ -211,16 +211,15 @@ def test_a_checkpoint_is_resumed(tmp_path, call, trained):
     assert "--resume=True" in trained[0]
 
 
-def test_finished_runs_are_only_evaluated(tmp_path, call, trained):
-    """Runs of another sweep are adopted; a line is written again only for a new evaluation."""
+def test_finished_runs_are_written_again_only_for_a_new_evaluation(tmp_path, call, trained):
+    """train.py is asked too: it ends at once, unless the settings have changed."""
     path = tmp_path / "r.jsonl"
     call(*GRID, "--results", path)
-    path.unlink()
     call(*GRID, "--results", path)
     assert [script for script, *_ in trained] == ["train.py"]
     for _ in range(2):
         call(*GRID, "--results", path, "--eval", "--limit 8")
-    assert [script for script, *_ in trained] == ["train.py", "eval.py"]
+    assert [script for script, *_ in trained] == ["train.py", "train.py", "eval.py"]
     assert sweep.read_runs(path)[0].columns["acc_ar"] == 50.0
 
 
