@@ -8,6 +8,7 @@ ckpt_STEP.pt (older ones, if asked for) and log.jsonl.
 import glob
 import os
 import pickle
+import re
 import shutil
 import socket
 import zipfile
@@ -93,9 +94,10 @@ def save_checkpoint(content, out_dir, *names):
                 shutil.copyfile(temporary, link)
             os.replace(link, os.path.join(out_dir, name))
         os.replace(temporary, os.path.join(out_dir, names[-1]))
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:
         remove_if_there(temporary, link)
-        reason = str(error).splitlines()[0]
+        # What torch says about a full disk, a RuntimeError, does not mention the disk.
+        reason = error if isinstance(error, OSError) else "is the disk full?"
         die(f"could not write {names[-1]} in {out_dir}; the one before is intact ({reason})")
 
 
@@ -109,9 +111,9 @@ def prune_checkpoints(out_dir, step, keep):
     """Of the checkpoints with a number, keep those of the last `keep` steps, up to this one."""
     steps = []
     for file in find_checkpoints(out_dir):
-        number = os.path.basename(file)[len("ckpt_") : -len(".pt")]
-        if number.isdigit():
-            steps.append(int(number))
+        numbered = re.fullmatch(r"ckpt_([1-9][0-9]*)\.pt", os.path.basename(file))
+        if numbered:
+            steps.append(int(numbered.group(1)))
     stay = sorted(n for n in steps if n <= step)[-keep:]
     for n in steps:
         if n not in stay:

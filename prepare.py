@@ -432,11 +432,11 @@ def prepare(paths, source, folder, args):
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
     # Third pass: encode.
-    start = time.time()
+    start = time.perf_counter()
     texts = read_texts(paths, keep, "encode")
     bos = find_special_ids(tokenizer_json).bos
     lengths = encode_corpus(texts, val[keep], encode, bos, folder)
-    speed = sizes[keep].sum() / (time.time() - start)
+    speed = sizes[keep].sum() / (time.perf_counter() - start)
     meta = write_meta(folder, source, vocab_size, val[keep], sizes[keep], lengths)
     print(
         f"{lengths.sum():,} tokens, {sizes[keep].sum() / lengths.sum():.2f} bytes/token, "

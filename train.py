@@ -306,7 +306,7 @@ def due(interval):
 
 upcoming = prefetch(step, 0)
 first_step = logged_step = step
-clock = time.time()
+clock = time.perf_counter()
 stopping = False
 while True:
     # ---- between two steps: evaluate, log, save --------------------------------------------------
@@ -322,7 +322,7 @@ while True:
                 if count > 0:
                     record[f"train_{name}"] = total / count
             if step > logged_step:
-                seconds = time.time() - clock
+                seconds = time.perf_counter() - clock
                 record["tok_per_s"] = round((step - logged_step) * tokens_per_step / seconds)
             if due(s.eval_interval):
                 record |= validate()
@@ -339,7 +339,7 @@ while True:
             save(*names, "ckpt.pt")
     if record:  # after the checkpoint, so that a log that says "done" is right
         write_record(record)
-        clock = time.time()
+        clock = time.perf_counter()
         logged_step = step
     if last or stopping:
         break

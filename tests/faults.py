@@ -111,6 +111,11 @@ def slow_step(step, seconds):
     precede(muon.Muon, "step", sleep)
 
 
+def stopped_clock():
+    """Stop the clock of the day, which anyone may set; or let it tick too seldom."""
+    time.time = lambda: 0.0
+
+
 def full_disk(n_bytes):
     """Let no file grow beyond a size, as if the disk were full."""
     import resource

@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from checkpoint import prune_checkpoints
 from conftest import ROOT, flags, run
 from faults import Launcher
 from fuzz import READERS, fuzz
@@ -110,6 +111,24 @@ def test_a_file_system_without_hard_links_will_do(launcher, folder):
     assert launcher.wait(pid) == 0, output.read_text()
     for name, step in STEPS_LEFT.items():
         assert read_checkpoint(folder / "out/links" / name)["step"] == step
+
+
+def test_own_files_in_a_run_directory_stay(tmp_path):
+    """Only what train.py numbers is pruned: steps before the last `keep`, and later ones."""
+    names = ["ckpt_2.pt", "ckpt_4.pt", "ckpt_6.pt", "ckpt_8.pt", "ckpt_decay.pt", "ckpt.pt"]
+    own = ["ckpt_0004.pt", "ckpt_best.pt", "ckpt_4b.pt", "ckpt_²³.pt"]
+    for name in names + own:
+        (tmp_path / name).touch()
+    prune_checkpoints(str(tmp_path), step=6, keep=2)
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"ckpt_4.pt", "ckpt_6.pt", "ckpt_decay.pt", "ckpt.pt", *own}
+
+
+def test_a_clock_that_stands_still_does_not_matter(launcher, folder):
+    output = folder / "clock.txt"
+    arguments = flags(data_dir="data/tiny", out_dir="out/clock")
+    pid = launcher.start("train.py", arguments, folder, output, ["stopped_clock"])
+    assert launcher.wait(pid) == 0, output.read_text()
 
 
 # ---- signals -------------------------------------------------------------------------------------
