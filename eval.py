@@ -35,6 +35,7 @@ from errors import die, report, suggest, write_atomically
 
 if __name__ == "__main__":
     sys.excepthook = report
+    sys.stdout.reconfigure(errors="replace")  # some terminals know few letters
 
 import numpy as np
 import torch
@@ -597,6 +598,25 @@ def find_saved_scores(args, questions, model):
     return checkpoint.with_name(f"eval-{digest.hexdigest()}.json")
 
 
+def load_scores(file):
+    """Return the scores that an earlier run of this command has kept, {} if there are none."""
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError:
+        print(f"{file} is damaged: scoring again", file=sys.stderr)
+        return {}
+
+
+def keep_scores(file, scores):
+    """Keep scores for another run, if this folder can be written to: it may not be ours."""
+    try:
+        write_atomically(file, json.dumps(scores))
+    except OSError as error:
+        print(f"this evaluation could not be resumed: {error}", file=sys.stderr)
+
+
 def main():
     args = parse_arguments()
     documents = {}
@@ -624,7 +644,7 @@ def main():
 
     # ---- score what an earlier run of this command has not scored --------------------------------
     file = find_saved_scores(args, questions, trained.model)
-    message = [json.loads(file.read_text()) if file.exists() else {}]
+    message = [load_scores(file)]
     if world > 1:
         dist.broadcast_object_list(message)  # all ranks take what the first has found
     saved = message[0]  # {task: {"scores": {mode: [log p of each item]}, "counts": {...}}}
@@ -636,7 +656,7 @@ def main():
             scores, task_counts = score(trained.model, items, modes, rank, world)
             saved[name] = {"scores": scores, "counts": task_counts}
             if rank == 0:
-                write_atomically(file, json.dumps(saved))
+                keep_scores(file, saved)
         scores = saved[name]["scores"]
         counts.update(saved[name]["counts"])
         log_p[name] = {mode: dict(zip(items, scores[mode])) for mode in modes}

@@ -21,6 +21,7 @@ from errors import die, report
 
 if __name__ == "__main__":
     sys.excepthook = report
+    sys.stdout.reconfigure(errors="replace")  # some terminals know few letters
 
 import torch
 

@@ -38,6 +38,7 @@ from errors import die, report, suggest, write_atomically
 
 if __name__ == "__main__":
     sys.excepthook = report
+    sys.stdout.reconfigure(errors="replace")  # some terminals know few letters
 
 import numpy as np
 from tqdm import tqdm

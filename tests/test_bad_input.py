@@ -269,9 +269,9 @@ FULL_DISKS = {
         fault=["full_disk", 10_000],
     ),
     "in eval.py": script(
-        "eval.py --ckpt out/run --tasks heldout --modes ar --limit 4",
+        "eval.py --ckpt out/run --tasks heldout --modes ar --limit 40 --json scores.json",
         "File too large",
-        fault=["full_disk", 300],
+        fault=["full_disk", 600],
     ),
 }
 
@@ -455,6 +455,37 @@ def test_a_mistake_is_one_line_and_harms_nothing(name, result):
         assert rewritten or result.after[path] == content, f"{path} has changed"
     for path in result.after.keys() - result.before.keys():
         assert ".tmp" not in path.name and "unfinished" not in str(path), f"{path} is left"
+
+
+EVALUATE = ["--ckpt", "out/run", "--tasks", "heldout", "--modes", "ar", "--limit", "40"]
+
+
+def test_an_evaluation_that_cannot_be_resumed_is_finished(launcher, finished, tmp_path):
+    """The folder of the checkpoint is full, or belongs to others."""
+    output = tmp_path / "output.txt"
+    pid = launcher.start("eval.py", EVALUATE, finished, output, ["full_disk", 600])
+    assert launcher.wait(pid) == 0, output.read_text()
+    assert "this evaluation could not be resumed" in output.read_text()
+    assert "heldout" in output.read_text()
+
+
+def test_damaged_scores_of_an_earlier_evaluation_are_computed_again(launcher, finished, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(finished, folder)
+    tables = []
+    for name in ("first", "again"):
+        pid = launcher.start("eval.py", EVALUATE, folder, tmp_path / name)
+        assert launcher.wait(pid) == 0
+        tables.append((tmp_path / name).read_text())
+        for file in (folder / "out/run").glob("eval-*.json"):
+            os.truncate(file, 50)
+    assert "damaged" in tables[1]
+    assert tables[1].endswith(tables[0])
+
+
+def test_output_that_cannot_be_encoded_is_no_error(finished):
+    """±, or whatever an untrained model says."""
+    run("eval.py", *EVALUATE, cwd=finished, PYTHONIOENCODING="ascii")
 
 
 def test_ranks_that_fail_together_print_one_line(finished):
