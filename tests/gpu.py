@@ -16,6 +16,7 @@ judges no number.
 
 import argparse
 import json
+import math
 import os
 import runpy
 import shutil
@@ -173,8 +174,11 @@ def largest_difference(records, others):
     differences = []
     for record, other in zip(records, others, strict=True):
         for name in ("train_ar", "train_md", "val_ar", "val_md"):
-            if name in record:
-                differences.append(abs(record[name] - other[name]) / max(abs(other[name]), 1e-9))
+            if name in record and name in other:
+                difference = abs(record[name] - other[name]) / max(abs(other[name]), 1e-9)
+                differences.append(difference)
+            elif name in record or name in other:
+                differences.append(math.inf)
     return max(differences)
 
 
