@@ -251,7 +251,6 @@ def say(*text, **options):
 
 
 def soak_kills(folder, args):
-    prepare_corpus(folder)
     with Launcher() as launcher:
         peace = run_in_peace(launcher, folder)
         shared = args.kills // 3
@@ -261,12 +260,10 @@ def soak_kills(folder, args):
 
 
 def soak_inputs(folder, args):
-    prepare_corpus(folder)
     fuzz(folder, args.readers.split(","), args.inputs, args.seed, say)
 
 
 def soak_exits(folder, args):
-    prepare_corpus(folder)
     for script in ("train.py", "eval.py"):
         failures = finish_runs(folder, script, args.runs, args.at_once, say)
         aborts = sum("terminate called" in output for output in failures)
@@ -289,11 +286,15 @@ def main():
     flag("--at_once", type=int, default=4, help="how many of them at a time (4)")
     flag("--seed", type=int, default=1, help="other kills and other damage (1)")
     args = parser.parse_args()
-    for part in args.parts or parts:
+    chosen = args.parts or list(parts)
+    for part in chosen:
         if part not in parts:
             parser.error(f"no part '{part}'; there are: {', '.join(parts)}")
-        with tempfile.TemporaryDirectory() as folder:
-            parts[part](pathlib.Path(folder), args)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        prepare_corpus(folder)
+        for part in chosen:
+            parts[part](folder, args)
 
 
 if __name__ == "__main__":
