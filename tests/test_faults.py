@@ -174,8 +174,10 @@ def test_a_bad_gradient_on_one_rank_stops_all_before_the_update(launcher, folder
     pids = launcher.start_ranks(2, *job, faults={1: ["bad_gradient", 3, where, value]})
     wait_for_text(output, "error: ")
     os.kill(pids[1], signal.SIGTERM)
-    assert [launcher.wait(pid) for pid in pids] == [1, -signal.SIGTERM]
-    (error,) = errors_in(output)
+    first, second = [launcher.wait(pid) for pid in pids]
+    assert first == 1
+    assert second in (-signal.SIGTERM, 1)  # on a busy machine it may have spoken already
+    (error,) = set(errors_in(output))
     assert "not finite at step 3;" in error
     assert read_checkpoint(folder / settings["out_dir"] / "ckpt.pt")["step"] == 3
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -770,6 +771,8 @@ def test_control_c_leaves_nothing_behind(tmp_path):
         [sys.executable, SCRIPT, "--input", "-", "--out", tmp_path / "out"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # Tests that run in the background may have been told to ignore this signal.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     while not list(tmp_path.glob("out/*/*")):  # until it waits for its input
         assert process.poll() is None
