@@ -16,7 +16,6 @@ exits:  finish train.py and eval.py on two ranks, again and again on a loaded ma
 
 import argparse
 import collections
-import dataclasses
 import itertools
 import json
 import os
@@ -99,17 +98,6 @@ class Peace(NamedTuple):
     seconds: float
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What a series of killed runs came to."""
-
-    runs: int = 0
-    kills: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    damaged: int = 0  # checkpoints that could not be read after a kill
-    slowest_end: float = 0.0  # seconds from a kill until the last rank had ended
-    difference: float = 0.0  # the largest, of final weights from those of the run in peace
-
-
 def run_in_peace(launcher, folder):
     output = folder / "peace.txt"
     launcher.wait(launcher.start("train.py", ["-h"], folder, output))  # everything is imported then
@@ -121,87 +109,118 @@ def run_in_peace(launcher, folder):
     return Peace(weights, read_losses(folder / "out/peace"), seconds)
 
 
-def kill_runs(launcher, folder, peace, n_kills, seed, worlds=(1,), say=None):
-    """Kill runs at random moments until there were so many kills, and check what they lead to.
+class KillSeries:
+    """Runs that are killed at random moments and resumed, until they are finished.
 
-    Every checkpoint found after a kill must be whole, and the newest never older than before. A
-    run starts and resumes on the numbers of processes in `worlds`, in turn.
+    A run starts and resumes on the numbers of processes in `worlds`, in turn.
     """
-    rng = random.Random(seed)
-    outcome = Outcome()
-    while outcome.kills.total() < n_kills:
-        out = folder / f"out/killed{seed}_{outcome.runs}"
-        outcome.runs += 1
-        for attempt, world in enumerate(itertools.cycle(worlds)):
-            kind = None
-            if attempt < 12 and outcome.kills.total() < n_kills:
-                kind = rng.choice(list(ENDS)[: 4 if world > 1 else 3])
-            if run_and_kill(launcher, folder, out, peace, world, kind, rng, outcome):
-                break
-        check_finished(out, peace, worlds, outcome)
-        shutil.rmtree(out)
-        if say:
-            say(f"\r{outcome.kills.total()} kills, {outcome.runs} runs ", end="")
-    return outcome
 
+    def __init__(self, launcher, folder, peace, seed, worlds=(1,)):
+        self.launcher = launcher
+        self.folder = folder
+        self.peace = peace
+        self.seed = seed
+        self.worlds = worlds
+        self.rng = random.Random(seed)
+        self.runs = 0
+        self.kills = collections.Counter()  # by their kind
+        self.damaged = 0  # checkpoints that could not be read after a kill
+        self.slowest_end = 0.0  # seconds from a kill until the last rank had ended
+        self.difference = 0.0  # the largest, of final weights from those of the run in peace
 
-def run_and_kill(launcher, folder, out, peace, world, kind, rng, outcome):
-    """Start or resume a run and kill it; say whether it has finished before."""
-    newest = find_newest(out, outcome)
-    settings = RUN | dict(out_dir=out.relative_to(folder), resume=newest > 0)
-    output = out.with_suffix(".txt")
-    output.parent.mkdir(exist_ok=True)
-    # A rank that waits for one that never came would wait for minutes.
-    faults = {rank: ["group_timeout", 30] for rank in range(world)}
-    if kind == "in a checkpoint":
-        point = rng.choice([rng.random(), *POINTS])
-        faults[0] = ["die_in_save", rng.randint(1, 3), point]
+    def __str__(self):
+        return (
+            f"{self.kills.total()} kills {dict(self.kills)} of {self.runs} runs on "
+            f"{', '.join(map(str, self.worlds))} processes in turn: {self.damaged} damaged "
+            f"checkpoints, all ended within {self.slowest_end:.1f} s, "
+            f"final weights differ by {self.difference:.1e}"
+        )
 
-    pids = launcher.start_ranks(world, "train.py", flags(**settings), folder, output, faults=faults)
-    if kind in ("SIGKILL", "SIGTERM", "one of several ranks"):
-        left = 1 - newest / STEPS / 2
-        time.sleep(rng.random() * peace.seconds * left * 0.8)
-        for pid in [rng.choice(pids)] if kind == "one of several ranks" else pids:
+    def kill(self, n_kills, say=None):
+        """Kill runs so often, and compare each with the run in peace once it is finished."""
+        while self.kills.total() < n_kills:
+            out = self.folder / f"out/killed{self.seed}_{self.runs}"
+            self.runs += 1
+            for attempt, world in enumerate(itertools.cycle(self.worlds)):
+                kind = None
+                if attempt < 12 and self.kills.total() < n_kills:
+                    kind = self.choose_kind(world)
+                if self.finishes(out, world, kind):
+                    break
+            self.check_finished(out)
+            shutil.rmtree(out)
+            if say:
+                say(f"\r{self.kills.total()} kills, {self.runs} runs ", end="")
+        return self
+
+    def choose_kind(self, world):
+        kinds = list(ENDS)
+        if world == 1:
+            kinds.remove("one of several ranks")
+        return self.rng.choice(kinds)
+
+    def finishes(self, out, world, kind):
+        """Start or resume a run and kill it; say whether it has finished before."""
+        newest = self.find_newest(out)
+        settings = RUN | dict(out_dir=out.relative_to(self.folder), resume=newest > 0)
+        output = out.with_suffix(".txt")
+        output.parent.mkdir(exist_ok=True)
+        # A rank that waits for one that never came would wait for minutes.
+        faults = {rank: ["group_timeout", 30] for rank in range(world)}
+        if kind == "in a checkpoint":
+            point = self.rng.choice([self.rng.random(), *POINTS])
+            faults[0] = ["die_in_save", self.rng.randint(1, 3), point]
+
+        job = "train.py", flags(**settings), self.folder, output
+        pids = self.launcher.start_ranks(world, *job, faults=faults)
+        if kind in ("SIGKILL", "SIGTERM", "one of several ranks"):
+            self.strike(pids, kind, newest)
+        killed = time.time()
+        statuses = [self.launcher.wait(pid) for pid in pids]  # the others notice by themselves
+        if statuses == [0] * world:
+            return True
+
+        what = f"{kind}: {statuses}\n{output.read_text()[-3000:]}"
+        assert None not in statuses, f"a process hangs after {what}"
+        assert set(statuses) <= ENDS.get(kind, set()) | {0}, what
+        assert "error: " not in output.read_text(), what
+        self.kills[kind] += 1
+        if kind != "in a checkpoint":
+            self.slowest_end = max(self.slowest_end, time.time() - killed)
+        found = self.find_newest(out)
+        assert found >= newest, f"step {newest} was saved, now the newest is {found}"
+        return False
+
+    def strike(self, pids, kind, newest):
+        """Wait for a random while, less if a part of the run is done; then kill."""
+        share_left = 1 - newest / STEPS / 2
+        time.sleep(self.rng.random() * self.peace.seconds * share_left * 0.8)
+        if kind == "one of several ranks":
+            pids = [self.rng.choice(pids)]
+        for pid in pids:
             os.kill(pid, signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
 
-    killed = time.time()
-    statuses = [launcher.wait(pid) for pid in pids]  # the others notice by themselves
-    if statuses == [0] * world:
-        return True
-    what = f"{kind}: {statuses}\n{output.read_text()[-3000:]}"
-    assert None not in statuses, f"a process hangs after {what}"
-    assert set(statuses) <= ENDS.get(kind, set()) | {0}, what
-    assert "error: " not in output.read_text(), what
-    outcome.kills[kind] += 1
-    if kind != "in a checkpoint":
-        outcome.slowest_end = max(outcome.slowest_end, time.time() - killed)
-    found = find_newest(out, outcome)
-    assert found >= newest, f"step {newest} was saved, now the newest is {found}"
-    return False
+    def find_newest(self, out):
+        """Return the step of a run's newest checkpoint, or 0; try to read all of them."""
+        for file in out.glob("ckpt*.pt"):
+            try:
+                read_checkpoint(file)
+            except Exception as error:
+                print(f"\n{file} is damaged: {error}")
+                self.damaged += 1
+        newest = out / "ckpt.pt"
+        return read_checkpoint(newest)["step"] if newest.exists() else 0
 
-
-def find_newest(out, outcome):
-    """Return the step of a run's newest checkpoint, or 0; try to read all of them."""
-    for file in out.glob("ckpt*.pt"):
-        try:
-            read_checkpoint(file)
-        except Exception as error:
-            print(f"\n{file} is damaged: {error}")
-            outcome.damaged += 1
-    newest = out / "ckpt.pt"
-    return read_checkpoint(newest)["step"] if newest.exists() else 0
-
-
-def check_finished(out, peace, worlds, outcome):
-    """Compare a run that was killed with the one in peace."""
-    losses = read_losses(out)
-    assert losses[-1]["done"]
-    assert not list(out.glob("*.tmp*")), "something is left of an unfinished checkpoint"
-    distance = difference(peace.weights, read_checkpoint(out / "ckpt.pt")["model"])
-    outcome.difference = max(outcome.difference, distance)
-    if worlds == (1,):
-        assert distance == 0 and losses == peace.losses, f"{out} is another run"
-    assert distance <= 1e-4, f"{out} differs by {distance}"
+    def check_finished(self, out):
+        """Compare a run that was killed with the one in peace."""
+        losses = read_losses(out)
+        assert losses[-1]["done"]
+        assert not list(out.glob("*.tmp*")), "something is left of an unfinished checkpoint"
+        distance = difference(self.peace.weights, read_checkpoint(out / "ckpt.pt")["model"])
+        self.difference = max(self.difference, distance)
+        if self.worlds == (1,):
+            assert distance == 0 and losses == self.peace.losses, f"{out} is another run"
+        assert distance <= 1e-4, f"{out} differs by {distance}"
 
 
 # ---- exits ---------------------------------------------------------------------------------------
@@ -251,12 +270,13 @@ def say(*text, **options):
 
 
 def soak_kills(folder, args):
+    n_shared = args.kills // 3
     with Launcher() as launcher:
         peace = run_in_peace(launcher, folder)
-        shared = args.kills // 3
-        for worlds, n_kills in (((1,), args.kills - shared), ((2, 1, 4), shared)):
-            outcome = kill_runs(launcher, folder, peace, n_kills, args.seed, worlds, say)
-            say(f"\nprocesses, in turn: {', '.join(map(str, worlds))}: {outcome}")
+        for worlds, n_kills in (((1,), args.kills - n_shared), ((2, 1, 4), n_shared)):
+            series = KillSeries(launcher, folder, peace, args.seed, worlds)
+            say(f"\r{series.kill(n_kills, say)}")
+            assert series.damaged == 0
 
 
 def soak_inputs(folder, args):

@@ -17,7 +17,7 @@ from checkpoint import prune_checkpoints
 from conftest import ROOT, flags, run
 from faults import Launcher
 from fuzz import READERS, fuzz
-from soak import difference, kill_runs, read_checkpoint, read_losses, run_in_peace
+from soak import KillSeries, difference, read_checkpoint, read_losses, run_in_peace
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +55,19 @@ def peace(launcher, folder):
 
 def test_kills_change_no_bit(launcher, folder, peace):
     """At random moments and within checkpoints: the same weights and log as a run in peace."""
-    outcome = kill_runs(launcher, folder, peace, n_kills=3, seed=5)
-    assert outcome.kills.total() == 3
-    assert outcome.difference == 0
-    assert outcome.damaged == 0
+    series = KillSeries(launcher, folder, peace, seed=5).kill(3)
+    assert series.kills.total() == 3
+    assert series.difference == 0
+    assert series.damaged == 0
 
 
 def test_kills_on_changing_numbers_of_ranks_change_rounding_alone(launcher, folder, peace):
     """2, then 1, then 4 ranks, one of them or all killed each time."""
-    outcome = kill_runs(launcher, folder, peace, n_kills=3, seed=6, worlds=(2, 1, 4))
-    assert outcome.kills.total() == 3
-    assert outcome.difference <= 1e-4
-    assert outcome.damaged == 0
-    assert outcome.slowest_end < 60
+    series = KillSeries(launcher, folder, peace, seed=6, worlds=(2, 1, 4)).kill(3)
+    assert series.kills.total() == 3
+    assert series.difference <= 1e-4
+    assert series.damaged == 0
+    assert series.slowest_end < 60
 
 
 CUT = dict(data_dir="data/tiny", keep=2, eval_interval=0)
