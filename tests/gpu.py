@@ -237,9 +237,9 @@ def compare_arithmetic(table, folder):
 def compare_small_runs(table, folder):
     cpu, _ = train(folder, "cpu", **SMALL, device="cpu", compile=False)
     gpu, _ = train(folder, "gpu32", **SMALL, dtype="float32", compile=False)
-    table.judge_difference("small run, GPU in fp32 against CPU", largest_difference(gpu, cpu), 2e-3)
+    table.judge_difference("small run, GPU in fp32 against CPU", largest_difference(gpu, cpu), 1e-3)
     gpu, usage = train(folder, "gpu", **SMALL)
-    table.judge_difference("small run, GPU in bf16 against CPU", largest_difference(gpu, cpu), 2e-2)
+    table.judge_difference("small run, GPU in bf16 against CPU", largest_difference(gpu, cpu), 1e-2)
     # The block with and without gradients, the mask, the loss.
     found = f"{usage['graphs']} graphs, {usage['breaks']} breaks"
     passed = usage["graphs"] == 4 and usage["breaks"] == 0
@@ -268,7 +268,7 @@ def compare_ranks(table, folder):
         return
     one = [json.loads(line) for line in (folder / "gpu" / "log.jsonl").read_text().splitlines()]
     two, _ = train(folder, "two", **SMALL, n_ranks=2)
-    table.judge_difference("small run, two ranks against one", largest_difference(two, one), 2e-2)
+    table.judge_difference("small run, two ranks against one", largest_difference(two, one), 1e-2)
 
 
 # ---- 3: the paper's model ------------------------------------------------------------------------
