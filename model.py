@@ -64,10 +64,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rotary(positions, head_width, theta, dtype):
-    """Return cosine and sine, (B, 1, T, K), of the angles by which each position turns a head."""
+    """Return cosine and sine, (B, T, 1, K), of the angles by which each position turns a head."""
     exponent = torch.arange(0, head_width, 2, device=positions.device) / head_width
     frequency = theta**-exponent
-    angle = positions[:, None, :, None] * torch.cat((frequency, frequency))
+    angle = positions[:, :, None, None] * torch.cat((frequency, frequency))
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -113,13 +113,14 @@ class Block(nn.Module):
 
     def split_heads(self, x):
         B, T, D = x.shape
-        return x.view(B, T, self.n_head, D // self.n_head).transpose(1, 2)  # (B, H, T, K)
+        return x.view(B, T, self.n_head, D // self.n_head)
 
     def forward(self, x, cos, sin, mask, cache=None):
         h = self.attention_norm(x)
         q = rotate(self.split_heads(self.q(h)), cos, sin)
         k = rotate(self.split_heads(self.k(h)), cos, sin)
         v = self.split_heads(self.v(h))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
         if cache is not None:
             k, v = cache.extend(k, v)
         if isinstance(mask, BlockMask):
