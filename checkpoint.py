@@ -1,5 +1,6 @@
 """
-The directory of a run: its lock, its checkpoints, and the trained model in them.
+The directory of a run: its lock, its checkpoints, the trained model in them, and whether its log
+shows overfitting.
 
 It holds ckpt.pt (the newest checkpoint), ckpt_decay.pt (the one before the learning rate decays),
 ckpt_STEP.pt (older ones, if asked for) and log.jsonl.
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import tokenizers
 import torch
 
-from configurator import FREE_ON_RESUME, MODEL, Settings, check
+from configurator import FREE_ON_RESUME, MODEL_SETTINGS, Settings, check
 from data import SpecialIds, find_special_ids, parse_tokenizer
 from device import choose_device
 from errors import die
@@ -71,7 +72,7 @@ def claim_run(lock):
     lock.flush()
 
 
-def find_checkpoints(out_dir):
+def list_checkpoints(out_dir):
     return sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt*.pt")))
 
 
@@ -87,6 +88,7 @@ def save_checkpoint(content, out_dir, *names):
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        # The file itself gets the last name; the others are links to it.
         for name in names[:-1]:
             try:
                 os.link(temporary, link)
@@ -108,9 +110,9 @@ def remove_if_there(*paths):
 
 
 def prune_checkpoints(out_dir, step, keep):
-    """Of the checkpoints with a number, keep those of the last `keep` steps, up to this one."""
+    """Keep `keep` numbered checkpoints up to this step. Later ones are of a future given up."""
     steps = []
-    for file in find_checkpoints(out_dir):
+    for file in list_checkpoints(out_dir):
         numbered = re.fullmatch(r"ckpt_([1-9][0-9]*)\.pt", os.path.basename(file))
         if numbered:
             steps.append(int(numbered.group(1)))
@@ -125,7 +127,7 @@ def find_checkpoint(path):
     file = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
     if os.path.isfile(file):
         return file
-    others = [os.path.basename(other) for other in find_checkpoints(path)]
+    others = [os.path.basename(other) for other in list_checkpoints(path)]
     die(f"no checkpoint {file}" + (f"; there are: {', '.join(others)}" if others else ""))
 
 
@@ -141,26 +143,26 @@ def load_checkpoint(path):
             if archive.testzip():
                 raise ValueError("a checksum is wrong")
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        if not {"model", "settings", "step"} <= set(content):
-            raise ValueError("it was not written by train.py or export.py")
+        if not {"model", "settings", "step", "tokenizer"} <= set(content):
+            raise ValueError("it was not written by train.py or export.py, or has no tokenizer")
         return content
     except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
         reason = str(error).partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):
-            reason = "it holds something else than weights and numbers"
-        others = [other for other in find_checkpoints(os.path.dirname(file)) if other != file]
+            reason = "it holds something other than weights and numbers"
+        others = [other for other in list_checkpoints(os.path.dirname(file)) if other != file]
         advice = f"; you can copy an older one over it: {', '.join(others)}" if others else ""
         die(f"{file} is damaged: {reason}{advice}")
 
 
 # ---- resuming a run, or starting from another ----------------------------------------------------
-CHECKPOINT_FORMAT = 2  # 2: running sums by objective
+CHECKPOINT_FORMAT = 2  # of what continues a run; the weights alone can be read from any format
 
 
 def check_format(checkpoint):
-    """Refuse to continue a run of an earlier version. Its model can be used like any other."""
+    """Refuse to continue a run that another version of this code has begun."""
     if checkpoint.get("format") != CHECKPOINT_FORMAT:
-        die("this checkpoint is of an earlier version, which alone can continue its run")
+        die("an earlier version of this code has begun this run: only that version can continue it")
 
 
 def check_resumable(checkpoint, s, files):
@@ -178,8 +180,7 @@ def check_resumable(checkpoint, s, files):
 
 def adopt_model(checkpoint, s):
     """Give the settings of a run the shape of the model that it starts from."""
-    s.extra_head = checkpoint["settings"]["extra_head"]
-    for name in MODEL:
+    for name in MODEL_SETTINGS:
         setattr(s, name, checkpoint["settings"][name])
     check(s)
 
@@ -187,11 +188,11 @@ def adopt_model(checkpoint, s):
 def check_tokenizer(checkpoint, corpus):
     """Refuse to go on training a model on data that another tokenizer has made."""
     vocabularies = []
-    for text in (checkpoint["tokenizer"], corpus.tokenizer):
+    for text in (checkpoint["tokenizer"], corpus.tokenizer_json):
         vocabularies.append(parse_tokenizer(text).get_vocab())
     if vocabularies[0] != vocabularies[1]:
         die(
-            "the data was made with another tokenizer than the checkpoint: prepare it with "
+            "the data was made with another tokenizer than the checkpoint's: prepare it with "
             "--tokenizer and the tokenizer.json of the checkpoint's own data"
         )
 
@@ -211,10 +212,10 @@ def load_model(path, device="auto", dtype="auto"):
     device, dtype = choose_device(device, dtype)
     try:
         settings = check(Settings(**checkpoint["settings"]))
-        with torch.device("meta"):
+        with torch.device("meta"):  # draws no weights: those of the checkpoint take their place
             model = Transformer(settings, dtype)
         model.load_state_dict(checkpoint["model"], assign=True)
-        model.cast_matrices()
+        model.freeze(device)
         tokenizer = parse_tokenizer(checkpoint["tokenizer"])
         special = find_special_ids(checkpoint["tokenizer"])
         largest = max(tokenizer.get_vocab().values())
@@ -223,8 +224,6 @@ def load_model(path, device="auto", dtype="auto"):
     except (Exception, SystemExit) as error:  # the latter from check
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({reason})")
-    model.to(device, dtype).eval()
-    tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
     return Trained(model, tokenizer, special, settings, checkpoint)
 
 

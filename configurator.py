@@ -26,7 +26,7 @@ class Settings:
     n_embd: int = 1024            # width
     n_ff: int = 3554              # inner width of the SwiGLU
     vocab_size: int = 51200       # rows of the embedding and of the head
-    seq_len: int = 2048           # tokens in a training window
+    seq_len: int = 2048           # T: inputs in a training window
     rope_theta: float = 160000.0  # base of the rotary frequencies
     norm_eps: float = 1e-7        # RMSNorm epsilon
     extra_head: bool = False      # the head of the released models; not for training
@@ -64,10 +64,11 @@ class Settings:
 
 NAMES = [field.name for field in dataclasses.fields(Settings)]
 
-# What an --init_from checkpoint decides: the model, but not the length of its windows.
-MODEL = ["n_layer", "n_head", "n_embd", "n_ff", "vocab_size", "rope_theta", "norm_eps"]
+# What an --init_from checkpoint decides: the model, but not seq_len.
+MODEL_SETTINGS = ["n_layer", "n_head", "n_embd", "n_ff", "vocab_size", "rope_theta", "norm_eps"]
+MODEL_SETTINGS += ["extra_head"]
 
-# A resumed run may change these; all others define what it computes.
+# A resumed run may change these; all others define the run (device and dtype only its rounding).
 FREE_ON_RESUME = ["data_dir", "out_dir", "init_from", "eval_interval", "save_interval"]
 FREE_ON_RESUME += ["log_interval", "keep", "resume", "device", "dtype", "compile", "wandb"]
 
@@ -147,7 +148,7 @@ def change(s, name, value, where):
     if type(value) in (int, float):
         whole = value == value // 1  # 1e5 is a whole number; infinity and NaN are not
         if kind is float or name == "alpha" or (kind is int and whole):
-            value = kind(value)  # 1 for 1.0, 1e5 for 100000, 0.5 for "0.5"
+            value = kind(value)  # 1 -> 1.0, 1e5 -> 100000, alpha 0.5 -> "0.5"
     if type(value) is not kind or (value == "" and name != "init_from"):
         die(f"{where}: '{name}' is {kind.__name__}, got {value!r}")
     setattr(s, name, value)
@@ -158,8 +159,9 @@ def parse_literal(text):
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
+        # A longer text may be nested too deeply for Python's parser.
         return ast.literal_eval(text) if len(text) < 100 else text
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError):
         return text
 
 
@@ -198,9 +200,10 @@ def check(s):
 def parse_alpha(text, repetitions):
     """Return alpha as the exact fraction that a text spells, or -1 if it spells none."""
     if text == "auto":
-        # The paper's two recommendations: 63/64 up to 16 repetitions, then 16 repetitions for AR.
+        # Remarks 1 and 2 in one line: 63/64 up to 16 repetitions, then 16 repetitions of AR. (The
+        # paper leaves 16 < R <= 32 open. At R = 32 this gives 1/2, where its best was 3/4.)
         return min(Fraction(63, 64), Fraction(16, repetitions))
-    number = r"\d{1,18}"
+    number = r"\d{1,18}"  # with a bound: Fraction("1e999999999") would never end
     decimal = r"\d{0,18}\.?\d{1,18}(e-?\d{1,2})?"
     if re.fullmatch(f"{number}/{number}|{decimal}", str(text)):
         try:
@@ -211,12 +214,12 @@ def parse_alpha(text, repetitions):
 
 
 def check_schedule(s):
-    """Refuse an alpha that is too fine for the number of slots in this run."""
+    """Refuse an alpha that is too fine for a run; check() also serves models that only are used."""
     alpha = Fraction(s.alpha)
-    n_slots = s.max_steps * s.batch_size // s.micro_batch_size
-    if alpha.denominator > n_slots:
+    run_slots = s.max_steps * s.batch_size // s.micro_batch_size
+    if alpha.denominator > run_slots:
         die(
             f"alpha {s.alpha} cannot be scheduled: it needs {alpha.denominator:,} slots, this run "
-            f"has {n_slots:,} (max_steps * batch_size / micro_batch_size); the nearest that can "
-            f"is {alpha.limit_denominator(n_slots)}"
+            f"has {run_slots:,} (max_steps * batch_size / micro_batch_size); the nearest that can "
+            f"is {alpha.limit_denominator(run_slots)}"
         )

@@ -10,11 +10,13 @@ A prepared folder (see prepare.py) holds
     tokenizer.json       the tokenizer
     meta.json            counts; the size and the hash of every file
 
-Shapes: B sequences of T tokens. A window has T + 1: the inputs, and the targets one further.
+Shapes: B sequences of T tokens. A window has T + 1 of them: T inputs, and T targets, each one token
+later. `s` is the Settings of configurator.py throughout.
 """
 
 import hashlib
 import json
+import math
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -56,7 +58,7 @@ class Split(NamedTuple):
 class Corpus(NamedTuple):
     train: Split
     val: Split
-    tokenizer: str  # the text of tokenizer.json
+    tokenizer_json: str  # the text of tokenizer.json
     special: SpecialIds
     files: dict  # {name: fingerprint}: tells whether a run continues on the same data
 
@@ -74,13 +76,20 @@ def find_special_ids(tokenizer_json):
 
 
 def parse_tokenizer(tokenizer_json):
-    """Return the tokenizer that the text of a tokenizer.json describes; if none, a ValueError."""
+    """Return the tokenizer that the text of a tokenizer.json describes, or raise a ValueError.
+
+    It encodes a text whole, whatever its length, and a literal <mask> in it as text.
+    """
     try:
-        return tokenizers.Tokenizer.from_str(tokenizer_json)
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # it is written in Rust, and panics with a kind of its own
         raise ValueError(f"no tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def token_dtype(vocab_size):
@@ -93,13 +102,13 @@ def fingerprint(path):
     The hash covers all of a file up to 256 MiB, and 256 evenly spaced MiB of a larger one, so it
     is quick at any size.
     """
-    MiB, n_blocks = 2**20, 256
+    MiB, n_samples = 2**20, 256
     size = os.path.getsize(path)
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        for i in range(min(n_blocks, -(-size // MiB))):
+        for i in range(min(n_samples, math.ceil(size / MiB))):
             # Back to back in a small file, evenly spaced in a large one.
-            file.seek(max(i * MiB, i * (size - MiB) // (n_blocks - 1)))
+            file.seek(max(i * MiB, i * (size - MiB) // (n_samples - 1)))
             digest.update(file.read(MiB))
     return [size, digest.hexdigest()]
 
@@ -125,13 +134,13 @@ def open_corpus(data_dir, vocab_size):
                 raise ValueError(f"the documents of {name}.idx overlap, or go beyond the end")
             splits[name] = Split(tokens, starts)
 
-        tokenizer = (folder / "tokenizer.json").read_text("utf-8")
-        parse_tokenizer(tokenizer)
+        tokenizer_json = (folder / "tokenizer.json").read_text("utf-8")
+        parse_tokenizer(tokenizer_json)  # refuses a broken one now
         return Corpus(
             train=splits["train"],
             val=splits["val"],
-            tokenizer=tokenizer,
-            special=find_special_ids(tokenizer),
+            tokenizer_json=tokenizer_json,
+            special=find_special_ids(tokenizer_json),
             files=meta["files"],
         )
     except FileNotFoundError as error:
@@ -139,10 +148,8 @@ def open_corpus(data_dir, vocab_size):
             f"{data_dir} is not a prepared folder, {os.path.basename(error.filename)} is missing; "
             f"make it with: python prepare.py [--input FILES --out {data_dir}]"
         )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
-    except RecursionError:
-        die(f"{data_dir} is damaged (its JSON is nested too deeply): run prepare.py again")
 
 
 # ---- the order of the data -----------------------------------------------------------------------
@@ -153,6 +160,8 @@ class Stream:
     documents has exactly W * T tokens, the last document being cut. Every epoch permutes these
     documents anew, packs them into one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>,
     and cuts it into W windows, which are read in shuffled order.
+
+    Only the layout of the current epoch is kept; what `window` returns does not depend on that.
     """
 
     def __init__(self, corpus, s):
@@ -162,7 +171,7 @@ class Stream:
         self.special = corpus.special
         self.tokens = tokens
         self.T = s.seq_len
-        self.W = -(-n_windows // s.repetitions)
+        self.W = math.ceil(n_windows / s.repetitions)
         self.epoch = None
         self.check_size(s)
 
@@ -172,9 +181,9 @@ class Stream:
         lengths = np.diff(starts.astype(np.int64))[order]
         ends = np.cumsum(lengths)
         n_documents = np.searchsorted(ends, n_tokens) + 1
-        self.first = starts[order[:n_documents]].astype(np.int64)  # their places in the file
-        self.length = lengths[:n_documents]
-        self.length[-1] -= ends[n_documents - 1] - n_tokens
+        self.doc_starts = starts[order[:n_documents]].astype(np.int64)  # positions in the file
+        self.doc_lengths = lengths[:n_documents]
+        self.doc_lengths[-1] -= ends[n_documents - 1] - n_tokens  # the last document is cut
 
     def check_size(self, s):
         """Refuse a run that needs more tokens than there are, and say what would fit."""
@@ -185,7 +194,7 @@ class Stream:
         problem = f"the corpus has {present:,} training tokens, this run needs {needed:,}"
         if n_windows == 0:
             die(f"{problem}; not even one window fits: lower seq_len {self.T}")
-        repetitions = -(-s.max_steps * s.batch_size // n_windows)
+        repetitions = math.ceil(s.max_steps * s.batch_size / n_windows)
         max_steps = n_windows * s.repetitions // s.batch_size
         advice = f"raise repetitions to at least {repetitions}"
         if max_steps > 0:
@@ -196,12 +205,12 @@ class Stream:
         """Lay out the stream of an epoch, a function of the seed and the epoch alone."""
         self.epoch = epoch
         generator = default_rng((self.seed, EPOCH, epoch))
-        documents = generator.permutation(len(self.first))
+        documents = generator.permutation(len(self.doc_starts))
         # Where each document begins in the stream, and where the stream ends.
-        self.bounds = np.append(0, np.cumsum(self.length[documents]))
-        # From a place in the stream to one in the file. What closes the stream is <s>, with which
-        # any document opens: document 0 will do.
-        self.offset = self.first[np.append(documents, 0)] - self.bounds
+        self.bounds = np.append(0, np.cumsum(self.doc_lengths[documents]))
+        # Add this to a position in the stream to get one in the file. The <s> that closes the
+        # stream is borrowed from document 0: every document opens with one.
+        self.offset = self.doc_starts[np.append(documents, 0)] - self.bounds
         self.shuffled = generator.permutation(self.W)
 
     def window(self, index):
@@ -209,24 +218,28 @@ class Stream:
         epoch, i = divmod(index, self.W)
         if epoch != self.epoch:
             self.start_epoch(epoch)
-        places = self.shuffled[i] * self.T + np.arange(self.T + 1)
-        documents = np.searchsorted(self.bounds, places, side="right") - 1
-        return self.tokens[places + self.offset[documents]].astype(np.int64)
+        positions = self.shuffled[i] * self.T + np.arange(self.T + 1)
+        documents = np.searchsorted(self.bounds, positions, side="right") - 1
+        return self.tokens[positions + self.offset[documents]].astype(np.int64)
 
 
 # ---- the two objectives: what a window x0 becomes ------------------------------------------------
-# The targets of both are x0[1:]. This is the project's one shift: the state at i predicts i + 1.
 class Example(NamedTuple):
     inputs: np.ndarray  # (T,)
     weights: np.ndarray  # (T,): the weight of each target's cross-entropy in the loss
 
 
-def is_ar(slot, alpha):
-    """Say whether a slot, counted over all steps, trains AR; otherwise it trains MD.
+def slots_per_step(s):
+    """Return the number of slots in a step. A slot is one micro-batch, of one objective."""
+    return s.batch_size // s.micro_batch_size
+
+
+def slot_is_ar(run_slot, alpha):
+    """Say whether a slot, counted over the whole run, trains AR; otherwise it trains MD.
 
     Of every `den` consecutive slots exactly `num` do, where alpha = num / den.
     """
-    return slot * alpha.numerator % alpha.denominator < alpha.numerator
+    return run_slot * alpha.numerator % alpha.denominator < alpha.numerator
 
 
 def ar_example(x0):
@@ -236,7 +249,7 @@ def ar_example(x0):
 
 
 def find_maskable(x0, special):
-    """Return the places in x0 that may be masked.
+    """Return the positions in x0 that may be masked.
 
     Not the special tokens, not x0[0], which nothing predicts, not x0[T], which is not an input.
     """
@@ -246,10 +259,10 @@ def find_maskable(x0, special):
 def md_example(x0, u, generator, special):
     """Eq. 4 per token: 1/M int_0^1 E[1/t * sum of CE over the masked] dt, of M maskable tokens.
 
-    t is the probability of a mask. A set of k masks has the weight int t^(k-1) (1-t)^(M-k) dt
-    = 1 / (k C(M, k)) in that integral: as if k were uniform on 1..M, the set uniform given k, and
-    the loss the mean CE over its k tokens. So we draw k (by u, uniform on [0, 1)) instead of t,
-    which is exact, needs no epsilon and has less variance.
+    t is the probability of a mask. In that integral, a set of k masked tokens has the weight
+    int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)). The same weights arise if k is uniform on 1..M,
+    the k tokens are a uniform choice, and the loss is their mean CE. So we draw k, from a u that is
+    uniform on [0, 1), and never t: this is exact, needs no epsilon and has less variance.
     """
     maskable = find_maskable(x0, special)
     M = len(maskable)
@@ -269,8 +282,8 @@ class Batch(NamedTuple):
     inputs: torch.Tensor  # (B, T) token ids
     targets: torch.Tensor  # (B, T) token ids
     weights: torch.Tensor  # (B, T)
-    segments: torch.Tensor  # (B, T): the document that a position belongs to, from 1
-    prefix: torch.Tensor  # (B,): positions that all may see: none in AR, all in MD
+    segments: torch.Tensor  # (B, T): each position's document; never 0, which make_mask shares
+    prefix: torch.Tensor  # (B,): how many leading positions all queries see: 0 in AR, T in MD
     is_ar: bool
 
     def to(self, device):
@@ -284,69 +297,70 @@ class Batch(NamedTuple):
 def make_batch(windows, examples, is_ar, special):
     """Stack windows and what an objective made of them."""
     inputs = np.stack([example.inputs for example in examples])
-    targets = np.stack([x0[1:] for x0 in windows])
+    targets = np.stack([x0[1:] for x0 in windows])  # the one shift: state i predicts token i + 1
     weights = np.stack([example.weights for example in examples])
     B, T = inputs.shape
-    # A document is recognised by the <s> that opens it, which is never masked.
+    # A document is recognized by the <s> that opens it, which is never masked.
     segments = 1 + np.cumsum(inputs == special.bos, axis=1)
     prefix = np.full(B, 0 if is_ar else T)
     arrays = inputs, targets, weights.astype(np.float32), segments, prefix
     return Batch(*(torch.from_numpy(array) for array in arrays), is_ar)
 
 
-def mask_shares(s, step):
+def mask_levels(s, step):
     """Return the u of md_example for every sequence of a step, (slots, micro_batch_size).
 
     All MD sequences of the step share one jittered regular grid over [0, 1), dealt out by a
     permutation: each u is uniform, and together they cover the mask counts evenly.
     """
-    n_slots = s.batch_size // s.micro_batch_size
-    slots = step * n_slots + np.arange(n_slots)
-    md = ~is_ar(slots, Fraction(s.alpha))
+    n_slots = slots_per_step(s)
+    md = ~slot_is_ar(step * n_slots + np.arange(n_slots), Fraction(s.alpha))
     n = np.count_nonzero(md) * s.micro_batch_size
     generator = default_rng((s.seed, COUNTS, step))
     grid = (generator.permutation(n) + generator.random()) / max(n, 1)
-    shares = np.full((n_slots, s.micro_batch_size), np.nan)
-    shares[md] = grid.reshape(-1, s.micro_batch_size)
-    return shares
+    levels = np.full((n_slots, s.micro_batch_size), np.nan)  # AR slots have none
+    levels[md] = grid.reshape(-1, s.micro_batch_size)
+    return levels
 
 
 def train_batch(stream, s, step, slot):
-    """Return the micro_batch_size sequences of one slot of a step, 0 <= slot < slots in a step."""
+    """Return the micro_batch_size sequences of one slot, counted within its step."""
     first = step * s.batch_size + slot * s.micro_batch_size
     indices = range(first, first + s.micro_batch_size)
     windows = [stream.window(i) for i in indices]
-    n_slots = s.batch_size // s.micro_batch_size
-    ar = is_ar(step * n_slots + slot, Fraction(s.alpha))
-    if ar:
+    is_ar = slot_is_ar(step * slots_per_step(s) + slot, Fraction(s.alpha))
+    if is_ar:
         examples = [ar_example(x0) for x0 in windows]
     else:
         examples = []
-        for i, x0, u in zip(indices, windows, mask_shares(s, step)[slot]):
+        for i, x0, u in zip(indices, windows, mask_levels(s, step)[slot]):
             generator = default_rng((s.seed, MASKS, i))
             examples.append(md_example(x0, u, generator, stream.special))
-    return make_batch(windows, examples, ar, stream.special)
+    return make_batch(windows, examples, is_ar, stream.special)
 
 
 def count_val_windows(corpus, s):
-    """Return how many held-out windows a validation reads: whole batches, of one shape."""
+    """Return how many held-out windows a validation reads: whole batches, all of one shape."""
     n = min(s.eval_tokens, len(corpus.val.tokens) - 1) // s.seq_len
-    return n - n % min(n, s.micro_batch_size)
+    if n > s.micro_batch_size:
+        n -= n % s.micro_batch_size
+    return n
 
 
 def bytes_per_token(corpus, s):
-    """Return how many bytes of text an ordinary token of the validation stands for."""
+    """Return how many bytes of text a held-out token stands for, special ones not counted."""
     tokens = corpus.val.tokens[: count_val_windows(corpus, s) * s.seq_len]
-    text = parse_tokenizer(corpus.tokenizer).decode(tokens.tolist())
-    n_special = np.count_nonzero(np.isin(tokens, corpus.special.all))
-    return len(text.encode()) / max(len(tokens) - int(n_special), 1)
+    text = parse_tokenizer(corpus.tokenizer_json).decode(tokens.tolist())
+    n_special = int(np.isin(tokens, corpus.special.all).sum())  # a checkpoint takes no numpy types
+    return len(text.encode()) / max(len(tokens) - n_special, 1)
 
 
 def val_batches(corpus, s):
     """Yield pairs of an AR and an MD batch with the same held-out targets, the maskable ones.
 
-    The masks depend on the held-out text and the shape of the batches alone. Unlike in training,
-    the weights of a sequence sum to its number of targets.
+    The masks depend on the held-out text and the shape of the batches alone. The weights of a
+    sequence sum to its number of targets: the held-out losses are means over tokens. (Training
+    also predicts each document's closing <s> in AR, so train_ar is not quite the same quantity.)
     """
     T, B = s.seq_len, s.micro_batch_size
     n = count_val_windows(corpus, s)

@@ -21,7 +21,7 @@ TIMEOUT = timedelta(minutes=10)  # a rank that has waited this long for another 
 
 
 def choose_device(device="auto", dtype="auto"):
-    """Return the name of the device and the type of its forward pass.
+    """Choose a device and set it up; return its name and the dtype of the forward pass.
 
     bfloat16 is for CUDA devices that have it in hardware. Elsewhere float32 is used: a CPU
     without bfloat16 instructions emulates it, hundreds of times slower.
@@ -35,7 +35,7 @@ def choose_device(device="auto", dtype="auto"):
 
     has_bf16 = False
     if device == "cuda":
-        # A launcher may show each process one device, which then is number 0.
+        # The modulo: a launcher may show each process its own device alone, as number 0.
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         # cuDNN's attention would make a plan for every new shape, and evaluation has many.
@@ -68,6 +68,11 @@ def sum_over_ranks(tensor):
     total = tensor.to("cuda" if on_gpu else "cpu", copy=True)
     dist.all_reduce(total)
     return total.to(tensor.device)
+
+
+def any_rank(flag):
+    """Say on every rank whether the flag is set on any of them."""
+    return sum_over_ranks(torch.tensor(float(flag))).item() > 0
 
 
 def all_reduce_gradients(params):

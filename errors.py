@@ -1,5 +1,6 @@
 """
-Errors that a user can mend: one line that says what is wrong and what to do.
+Errors that a user can fix, each in one line: what is wrong, and what to do. Also two small helpers
+that every script needs.
 
 Nothing here needs a package beyond Python's own, so that a missing one can be reported too.
 """
@@ -11,7 +12,7 @@ import sys
 import time
 
 OUT_OF_MEMORY = (
-    "the GPU is out of memory: train with a smaller micro_batch_size (by count, not measured, the "
+    "the GPU is out of memory: train with a smaller micro_batch_size (estimated, not measured: the "
     "paper's model takes about 11, 17, 25, 40 GB with 1, 4, 8, 16; see NOTES.md)"
 )
 
@@ -23,18 +24,18 @@ def die(message):
 
 
 def report(kind, error, trace):
-    """Turn what the machine refuses or lacks into one line too. The excepthook of every script.
+    """Report an exception in one line if the user or the machine caused it, not a bug.
 
-    Any other exception is a bug, and shows where it is.
+    This is the excepthook of every script. A bug keeps its traceback.
     """
     let_the_first_rank_speak()
-    if issubclass(kind, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt):
         sys.exit(128 + signal.SIGINT)
-    if issubclass(kind, ImportError) and error.name:
+    if isinstance(error, ImportError) and error.name:
         package = error.name.partition(".")[0]
         package = {"sklearn": "scikit-learn"}.get(package, package)
         sys.exit(f"error: {error}: pip install {package}")
-    if issubclass(kind, OSError):
+    if isinstance(error, OSError):
         sys.exit(f"error: {error}")
     if kind.__name__ == "OutOfMemoryError":  # torch's
         sys.exit(f"error: {OUT_OF_MEMORY}")
@@ -48,7 +49,7 @@ def let_the_first_rank_speak():
     printed once; a problem that only this rank has is still printed, a few seconds later.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # train.py's handler only takes note of it
         time.sleep(5)
 
 

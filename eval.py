@@ -12,8 +12,8 @@ A mode is a way to compute log p(completion | context). All modes use the same w
     ar      causal attention
     prefix  a bidirectional context, then a causal completion
     pll     pseudo log-likelihood: bidirectional; each token in turn is hidden behind n masks
-    chain   the same, with everything from that token on masked: a likelihood, as ar is
-    mc      Monte-Carlo estimate of the masked-diffusion objective
+    chain   the same, with every token from that one on masked: by the chain rule a likelihood
+    mc      Monte Carlo estimate of the masked-diffusion bound on log p
 
 The tasks are the folders in --data or, if there are none, `heldout`: find the true continuation of
 a passage of the validation split among four. The same command resumes an interrupted evaluation,
@@ -34,8 +34,8 @@ from typing import NamedTuple
 from errors import die, report, suggest, write_atomically
 
 if __name__ == "__main__":
-    sys.excepthook = report
-    sys.stdout.reconfigure(errors="replace")  # some terminals know few letters
+    sys.excepthook = report  # before the large imports: a missing package is one line too
+    sys.stdout.reconfigure(errors="replace")  # some terminals cannot print ±
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from numpy.random import default_rng
 from tqdm import tqdm
 
-from checkpoint import find_checkpoint, load_model
+from checkpoint import check_tokenizer, find_checkpoint, load_model
 from data import fingerprint, open_corpus
 from device import choose_device, join_ranks, sum_over_ranks
 from model import make_mask
@@ -54,10 +54,10 @@ ALL_TASKS = TASKS | {"heldout": Task("raw", chance=1 / 4, n_documents=1000)}
 MODES = ["ar", "prefix", "pll", "chain", "mc"]
 UNCONDITIONAL = "Answer:"  # the context of PMI's second term
 
-MAX_TOKENS = {"cpu": 2**9, "cuda": 2**14}  # of a batch
-MAX_PADDING = 0.05  # of a row
-MAX_BRANCHES = 8  # completions in a row
-CHUNK = 512  # items whose rows are planned together
+MAX_TOKENS = {"cpu": 2**9, "cuda": 2**14}  # tokens in a batch
+MAX_PADDING = 0.05  # share of a row that may be padding
+MAX_BRANCHES = 8  # completions in a row; thousands may share a context, as in BLiMP
+CHUNK = 512  # items whose rows are planned together, to bound the memory
 
 
 class Item(NamedTuple):
@@ -100,7 +100,7 @@ def make_questions(task, documents, trained):
     for document in documents:
         given, is_cut = encode_items(document.context, document.completions, trained)
         unconditional = []
-        if task.score == "pmi":
+        if task.norm == "pmi":
             unconditional, _ = encode_items(UNCONDITIONAL, document.completions, trained)
         questions.append(Question(document, given, unconditional))
         if is_cut:
@@ -112,7 +112,8 @@ def encode_items(context, completions, trained):
     """Return an item for each completion of a context, and whether the context was cut.
 
     Context and completion are encoded together, as one text, and split where the context alone
-    ends. Where they exceed the window of training, the context loses its beginning.
+    ends. Where they exceed the window of training, the context loses its beginning; a completion
+    is never cut.
     """
     texts = [context, *(context + completion for completion in completions)]
     encodings = trained.tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -136,7 +137,8 @@ def heldout_questions(trained, n_questions, n_context=0, n_completion=0):
     """
     s = trained.settings
     corpus = open_corpus(s.data_dir, s.vocab_size)
-    if trained.checkpoint.get("data", corpus.files) != corpus.files:
+    check_tokenizer(trained.checkpoint, corpus)
+    if trained.checkpoint.get("data", corpus.files) != corpus.files:  # an imported model has none
         die(f"{s.data_dir} is not what this checkpoint was trained on: choose other --tasks")
     n_completion = n_completion or max(1, min(32, s.seq_len // 4))
     n_context = n_context or 2 * n_completion
@@ -196,14 +198,14 @@ def causal_rows(items, bidirectional_context):
         group = list(group)
         for first in range(0, len(group), MAX_BRANCHES):
             branches, reads = [], []
-            end = len(context)
+            start = len(context)  # of the next branch
             for item in group[first : first + MAX_BRANCHES]:
                 w = item.completion
                 reads.append(Read(len(context) - 1, w[0], item))  # the context predicts w[0],
                 for i in range(1, len(w)):
-                    reads.append(Read(end + i - 1, w[i], item))  # w[i - 1] predicts w[i],
+                    reads.append(Read(start + i - 1, w[i], item))  # w[i - 1] predicts w[i],
                 branches.append(w[:-1])  # the last token predicts nothing
-                end += len(w) - 1
+                start += len(w) - 1
             # A lone <s> is the same in both directions: here ar and prefix share their row.
             bidirectional = bidirectional_context and len(context) > 1
             yield Row(context, tuple(branches), bidirectional), reads
@@ -220,7 +222,7 @@ def pll_rows(items, n_masks, mask):
 
 
 def mc_rows(items, n_draws, mask):
-    """Eq. 4 by Monte Carlo: int_0^1 E[1/t * sum of log p(w_i) over the masked i] dt.
+    """Minus Eq. 4, by Monte Carlo: int_0^1 E[1/t * sum of log p(w_i) over the masked i] dt.
 
     As in training (see md_example), this is the mean of L/k * sum of log p over k masked tokens of
     L, where k is uniform on 1..L. The draws of k lie on one jittered grid.
@@ -264,6 +266,7 @@ def score(model, items, modes, rank=0, world=1):
             for row, reads in make_rows(items[first : first + CHUNK]):
                 wanted[row] += [(mode, read) for read in reads]
 
+        # Each chunk starts with another rank, so that all ranks get about as many batches.
         for number, rows in enumerate(make_batches(wanted, max_tokens), start=first // CHUNK):
             if number % world == rank:
                 add_log_probabilities(totals, model, rows, wanted)
@@ -277,6 +280,7 @@ def score(model, items, modes, rank=0, world=1):
 
 
 def length(row):
+    """Return the number of tokens in a row."""
     return len(row.trunk) + sum(len(branch) for branch in row.branches)
 
 
@@ -307,7 +311,7 @@ def add_log_probabilities(totals, model, rows, wanted):
 
     device = model.embed.weight.device
     tokens, segments, positions, prefix = pad_batch(rows)
-    mask = None  # all see all: so it is in most batches of pll, and faster than a mask of ones
+    mask = None  # every position sees every other, as in most batches of pll: faster than a mask
     if (prefix < tokens.shape[1]).any():
         # It is dense, because FlexAttention would be compiled anew for each shape of a batch.
         mask = make_mask(segments.to(device), positions.to(device), prefix.to(device))
@@ -329,7 +333,7 @@ def pad_batch(rows):
     positions that follow the trunk's. Padding is a segment too, -1, which nothing else sees.
     """
     shape = len(rows), length(rows[0])
-    tokens = np.zeros(shape, dtype=np.int64)  # numpy: a GPU would wait for torch's many small calls
+    tokens = np.zeros(shape, dtype=np.int64)  # numpy: torch is slow at many small assignments
     segments = np.full(shape, -1)
     positions = np.zeros(shape, dtype=np.int64)
     prefix = np.zeros(len(rows), dtype=np.int64)
@@ -350,9 +354,9 @@ def pad_batch(rows):
 def choice_scores(task, question, log_p):
     """Return the score of each choice; the highest one is the model's answer."""
     scores = np.array([log_p[item] for item in question.given])
-    if task.score == "char":
+    if task.norm == "char":
         scores /= [len(completion) for completion in question.document.completions]
-    elif task.score == "pmi":  # log of p(w | c) / p(w | "Answer:")
+    elif task.norm == "pmi":  # log of p(w | c) / p(w | "Answer:")
         scores -= [log_p[item] for item in question.unconditional]
     return scores
 
@@ -379,6 +383,7 @@ def judge(task, questions, log_p):
 
 
 def group_by_subtask(values, questions):
+    """Return {subtask: its values}."""
     groups = defaultdict(list)
     for value, question in zip(values.tolist(), questions):
         groups[question.document.subtask].append(value)
@@ -406,7 +411,7 @@ def summarize(points, nats, questions):
     return result
 
 
-def accuracy(task, questions, log_p):
+def evaluate_task(task, questions, log_p):
     """Return the results of a task, {mode: {name: value}}, given {mode: {item: log p}}.
 
     With ar among the modes, the others are also compared with it: question by question, so that
@@ -434,11 +439,11 @@ def best_pll(results, mask_counts):
     """Return the result with the best of several numbers of masks: the paper's choice per task."""
     modes = [f"pll{n}" for n in mask_counts]
     best = max(modes, key=lambda mode: results[mode]["accuracy"])
-    return {**results[best], "chosen": f"{best} on the test score"}
+    return {**results[best], "best": best}
 
 
 def average(results, mode):
-    """Return the mean normalised score over the paper's tasks; heldout counts only if alone."""
+    """Return the mean normalized score over the paper's tasks; heldout counts only if alone."""
     names = [name for name in results if name in TASKS] or ["heldout"]
     return float(np.mean([results[name][mode]["normalized"] for name in names]))
 
@@ -447,7 +452,7 @@ def combine_pll(results, mask_counts):
     """Return {"1-n": average} of the better of 1 and n masks: a table of the paper's appendix."""
     table = {}
     for n in mask_counts[1:]:
-        better = {name: {"pll": best_pll(row, (1, n))} for name, row in results.items()}
+        better = {name: {"pll": best_pll(modes, (1, n))} for name, modes in results.items()}
         table[f"1-{n}"] = average(better, "pll")
     return table
 
@@ -471,13 +476,14 @@ def print_table(lines):
 
 
 def print_accuracies(results, averages):
-    modes = list(next(iter(results.values())))
-    lines = [["accuracy, %", "n"]]
-    for mode in modes:
-        lines[0] += [mode, "norm."]
-    for name, row in results.items():
-        line = [name, str(row[modes[0]]["n"])]
-        for result in row.values():
+    heading = ["accuracy, %", "n"]
+    for mode in next(iter(results.values())):
+        heading += [mode, "norm."]
+    lines = [heading]
+    for name, by_mode in results.items():
+        first, *_ = by_mode.values()
+        line = [name, str(first["n"])]
+        for result in by_mode.values():
             line.append(with_error(result["accuracy"], result["stderr"], 100))
             line.append(f"{100 * result['normalized']:.1f}")
         lines.append(line)
@@ -523,7 +529,7 @@ def dump_choice(name, question, choice, log_p):
         "choice": choice,
         "context": document.context,
         "completion": document.completions[choice],
-        "uncond_context": UNCONDITIONAL if ALL_TASKS[name].score == "pmi" else None,
+        "uncond_context": UNCONDITIONAL if ALL_TASKS[name].norm == "pmi" else None,
         "gold": document.gold,
     }
     for mode, values in log_p.items():
@@ -583,9 +589,9 @@ def split_names(kind, text, known):
 
 
 def find_saved_scores(args, questions, model):
-    """Return the file that keeps the scores of finished tasks, so that they are not lost.
+    """Return the file that keeps the scores of finished tasks.
 
-    Its name is a hash of all that decides a score: no other scores can be taken for them.
+    Its name is a hash of all that decides a score, so that no other evaluation reads it.
     """
     checkpoint = Path(find_checkpoint(args.ckpt))
     code = sorted(Path(__file__).parent.glob("*.py"))
@@ -614,7 +620,9 @@ def keep_scores(file, scores):
     try:
         write_atomically(file, json.dumps(scores))
     except OSError as error:
-        print(f"this evaluation could not be resumed: {error}", file=sys.stderr)
+        print(
+            f"scores are not kept, so this evaluation cannot be resumed: {error}", file=sys.stderr
+        )
 
 
 def main():
@@ -639,8 +647,8 @@ def main():
             n = args.limit or ALL_TASKS[name].n_documents
             questions[name] = heldout_questions(trained, n, args.context, args.completion)
         else:
-            questions[name], n = make_questions(TASKS[name], documents[name], trained)
-            n_cut += n
+            questions[name], n_cut_here = make_questions(TASKS[name], documents[name], trained)
+            n_cut += n_cut_here
 
     # ---- score what an earlier run of this command has not scored --------------------------------
     file = find_saved_scores(args, questions, trained.model)
@@ -660,7 +668,7 @@ def main():
         scores = saved[name]["scores"]
         counts.update(saved[name]["counts"])
         log_p[name] = {mode: dict(zip(items, scores[mode])) for mode in modes}
-        results[name] = accuracy(ALL_TASKS[name], questions[name], log_p[name])
+        results[name] = evaluate_task(ALL_TASKS[name], questions[name], log_p[name])
     if rank > 0:
         return
 
@@ -668,13 +676,13 @@ def main():
     notes = [f"padding {counts['padding'] / counts['tokens']:.1%}"]
     notes.append(f"{n_cut} contexts cut to {trained.settings.seq_len} tokens")
     for mode in modes:
-        n_ties = sum(row[mode]["ties"] for row in results.values())
+        n_ties = sum(by_mode[mode]["ties"] for by_mode in results.values())
         if n_ties > 0:
             notes.append(f"{n_ties} ties in {mode}, each for a share of a point")
     combinations = {}
     if "pll" in args.modes and len(args.pll) > 1:
-        for row in results.values():
-            row["pll"] = best_pll(row, args.pll)
+        for by_mode in results.values():
+            by_mode["pll"] = best_pll(by_mode, args.pll)
         notes.append("pll is the best n of each task, chosen on the test score")
         if args.pll[0] == 1:
             combinations = combine_pll(results, args.pll)

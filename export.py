@@ -72,7 +72,9 @@ def rename(name, tool):
         _, number, layer = layer.split(".")
         start = f"{getattr(BLOCKS, tool)}.{number}."
     theirs = start + getattr(LAYERS[layer], tool)
-    if re.search(r"weights\.\d$", theirs):  # one of several weights of a layer
+    if re.search(
+        r"weights\.\d$", theirs
+    ):  # an entry of a list of parameters, which has no ".weight"
         return theirs
     return f"{theirs}.{kind}"
 
@@ -145,12 +147,12 @@ tags: [nanodual, llama, masked-diffusion]
 # {name}
 
 A Llama trained by nanodual on two objectives at once: autoregression (AR), a share alpha = {alpha}
-of all sequences, and masked diffusion (MD). {n_tokens:,} tokens, R = {repetitions} repetitions of
-each. {losses}
+of all sequences, and masked diffusion (MD), the others. {n_tokens:,} tokens in all, each one seen
+{repetitions} times. {losses}
 
-In every mode the state at a token predicts the next one: under a causal mask of attention, with a
+In every mode the state at a token predicts the next one: under a causal attention mask, with a
 prefix that is read in both directions, or, where the next token is replaced by `<mask>`, with no
-mask of attention.
+attention mask at all.
 """
 
 
@@ -207,7 +209,7 @@ def write_gguf(trained, dtype, file):
     matrix_type = gguf.GGMLQuantizationType["BF16" if dtype == "bfloat16" else "F32"]
     for name, weight in model.state_dict().items():
         if name.endswith((".q.weight", ".k.weight")):
-            # It turns the pairs (2i, 2i + 1) of a head, where ours are (i, i + K/2).
+            # llama.cpp rotates the pairs (2i, 2i + 1) of a head; ours are (i, i + K/2).
             pairs = weight.view(s.n_head, 2, -1, s.n_embd)
             weight = pairs.transpose(1, 2).reshape(weight.shape)
         kind = matrix_type if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -235,7 +237,7 @@ def write_checkpoint(theirs, tool, s, step, tokenizer_json, folder):
 def import_llama(source, folder):
     """Turn a Llama, such as SmolLM2, into a checkpoint from which train.py can start."""
     config = json.loads((source / "config.json").read_text("utf-8"))
-    s = read_config(config)
+    s = settings_of(config)
     original_tokenizer = (source / "tokenizer.json").read_text("utf-8")
     tokenizer_json = with_mask_token(original_tokenizer)
     mask = find_special_ids(tokenizer_json).mask
@@ -257,12 +259,12 @@ def import_llama(source, folder):
             # An id that is new to the model, as <mask> is, starts as the mean of all others.
             mean = weight.mean(0, keepdim=True)
             weights[name] = torch.cat((weight, mean.expand(s.vocab_size - len(weight), -1)))
-            if tokenizer_json != original_tokenizer:
+            if tokenizer_json != original_tokenizer:  # the id was there, but unused
                 weights[name][mask] = mean
     write_checkpoint(weights, "llama", s, 0, tokenizer_json, folder)
 
 
-def read_config(config):
+def settings_of(config):
     """Return the settings that a Llama's config.json describes; refuse what we do not have."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     needed = {
@@ -274,6 +276,7 @@ def read_config(config):
         "rope_type": "default",
         "rope_interleaved": False,
     }
+    # Older files say "type"; newer ones keep rope_theta in rope_parameters.
     found = {"rope_type": rope.get("type")} | rope | config
     for name, value in needed.items():
         if found.get(name) not in (None, value):
@@ -285,7 +288,9 @@ def read_config(config):
         n_embd=config["hidden_size"],
         n_ff=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        seq_len=min(config.get("max_position_embeddings", 2048), 2048),  # a window of training
+        seq_len=min(
+            config.get("max_position_embeddings", 2048), 2048
+        ),  # a longer window costs memory
         rope_theta=float(found.get("rope_theta", 10000.0)),
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )

@@ -1,10 +1,11 @@
 """
 Muon for the hidden matrices, in Moonlight's variant (Liu et al., 2025), which the paper uses:
-momentum, Nesterov, an orthogonalised update about as large as AdamW's, decoupled weight decay.
+momentum, Nesterov, an orthogonalized update about as large as AdamW's, decoupled weight decay.
 One class for one device or many; all of its communication is here.
 """
 
 import atexit
+import math
 import os
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from device import TIMEOUT, sum_over_ranks
 from errors import die
 
-# torch 2.13 renamed these two.
+# torch 2.13 renamed these two; older releases have the old names only.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -31,7 +32,7 @@ def orthogonalize(G):
     X = G.mT if tall else G  # so that A is the smaller Gram matrix
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value exceeds 1
     n_columns = X.size(-1)
-    if X.dtype == torch.bfloat16:  # zeros that change nothing, as in model.py's Block
+    if X.dtype == torch.bfloat16:  # pad with zeros, as model.py's Block does
         X = F.pad(X, (0, -n_columns % 64))
     for _ in range(5):
         A = X @ X.mT
@@ -45,7 +46,7 @@ class Host:
     """The ranks that share this host, and this rank's peers: one rank on every other host.
 
     Gradients are scattered within the host, where it is fast and each rank gets whole matrices,
-    and then summed over the peers. A group of None stands for all ranks.
+    and then summed over the peers.
     """
 
     def __init__(self):
@@ -53,10 +54,11 @@ class Host:
         rank = dist.get_rank() if world > 1 else 0
         self.size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world > 1 else 1
         self.rank = rank % self.size
+        # If sizes differ, this is true on one rank at least.
         if sum_over_ranks(torch.tensor(self.size)) != world * self.size:
             die("every host must run the same number of processes")
         self.n_hosts = world // self.size
-        self.group = self.peers = None
+        self.group = self.peers = None  # None: all ranks
         if self.n_hosts > 1:
             ranks = torch.arange(world).view(self.n_hosts, self.size)
             self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), TIMEOUT)
@@ -76,7 +78,7 @@ class Stack:
     """
 
     def __init__(self, params, host):
-        per_rank = -(-len(params) // host.size)
+        per_rank = math.ceil(len(params) / host.size)
         self.params = params
         self.weights = params[0].new_zeros(host.size * per_rank, *params[0].shape)
         self.grads = torch.zeros_like(self.weights)
@@ -106,14 +108,17 @@ class Muon(torch.optim.Optimizer):
         self.stacks = [Stack(group, self.host) for group in by_shape.values()]
 
     def reduce(self):
-        """Sum the gradients over all ranks, each matrix on its owner; return their squared norm."""
+        """Sum the gradients over all ranks, each matrix on its owner; return their squared norm.
+
+        The other slices keep what this rank has computed itself, which nothing reads.
+        """
         squares = []
         for stack in self.stacks:
             in_place = stack.params[0].grad.data_ptr() == stack.grads.data_ptr()
             assert in_place, "p.grad was replaced: only Muon.zero_grad may clear gradients"
             grads = stack.grads[stack.mine]
             if self.host.size > 1:
-                reduce_scatter(grads, stack.grads, group=self.host.group)
+                reduce_scatter(grads, stack.grads, group=self.host.group)  # into my slice
             if self.host.n_hosts > 1:
                 dist.all_reduce(grads, group=self.host.peers)
             squares.append(grads.square().sum())
@@ -159,5 +164,5 @@ class Muon(torch.optim.Optimizer):
         """Take back what gather_momentum returned, on any number of ranks."""
         momentum_of = dict(zip(self.param_groups[0]["params"], momenta, strict=True))
         for stack in self.stacks:
-            for place, p in enumerate(stack.params[stack.mine]):
-                stack.momentum[place].copy_(momentum_of[p])
+            for momentum, p in zip(stack.momentum, stack.params[stack.mine]):
+                momentum.copy_(momentum_of[p])

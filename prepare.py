@@ -32,12 +32,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from errors import die, report
 
 if __name__ == "__main__":
-    sys.excepthook = report
+    sys.excepthook = report  # before the large imports: a missing package is one line too
 
 import numpy as np
 import tiktoken
@@ -58,7 +57,7 @@ from data import (
 
 FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 
-# GPT-2's splitting pattern, as ByteLevel has it. Grouped: only white space needs the look-ahead.
+# GPT-2's splitting pattern, as ByteLevel has it. The group is for speed: nothing in it looks ahead.
 PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
 
 
@@ -112,10 +111,11 @@ def unpack_zstd(chunks):
 
 
 def read_lines(path):
-    """Yield the lines of a file; one without end comes in pieces of 256 MiB."""
+    """Yield the lines of a file; a line of more than 256 MiB comes in pieces."""
     open_file = gzip.open if path.endswith(".gz") else open
     with open_file(path, "rb") as file:
-        chunks = iter(partial(file.read, 2**10), b"")  # a .zst may unpack to 30,000 times its size
+        # 1 KiB at a time: a .zst may unpack to 30,000 times its size.
+        chunks = iter(partial(file.read, 2**10), b"")
         if path.endswith(".zst"):
             chunks = unpack_zstd(chunks)
 
@@ -132,7 +132,7 @@ def read_lines(path):
 def cut_text(path, size):
     """Yield pieces of `size` characters, each continued to the next blank line.
 
-    If there is none within 64 lines and another `size` characters, the piece ends there.
+    If there is none within 64 lines, or another `size` characters, the piece ends there.
     """
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
         while piece := file.read(size):
@@ -146,29 +146,24 @@ def cut_text(path, size):
             yield piece
 
 
-class Document(NamedTuple):
-    text: str
-    problem: str  # why it cannot be used; "" if it can
-
-
 def parse(raw, is_json):
-    """Return the document in a line of JSON (its field `text`), or in a piece of plain text."""
+    """Return the text of a line of JSON (its field `text`) or a piece of .txt; and its problem."""
     try:
         text = json.loads(raw)["text"] if is_json else raw
-        text.encode()
+        text.encode()  # refuses what is no string, and bytes that are not UTF-8
     except UnicodeError:
-        return Document("", "is not UTF-8; convert it, for example: iconv -f latin1 -t utf-8")
+        return "", "is not UTF-8; convert it, for example: iconv -f latin1 -t utf-8"
     except (LookupError, TypeError, AttributeError):
-        return Document("", 'has no text in a field named "text"')
+        return "", 'has no text in a field named "text"'
     except (ValueError, RecursionError):
-        return Document("", "is not a line of JSON")
-    return Document(text, "")
+        return "", "is not a line of JSON"
+    return text, ""
 
 
 def read_documents(paths):
-    """Yield every document of the files, in order.
+    """Yield the text of every document, in order, and what is wrong with it, "" if nothing is.
 
-    A .txt file is cut into pieces of 64 KiB, but if the whole input is small into about 100.
+    A .txt file is cut into pieces of 65,536 characters or, if all input is small, into about 100.
     """
     input_size = sum(os.path.getsize(path) for path in paths)
     piece_size = min(max(input_size // 100, 2**10), 2**16)
@@ -177,10 +172,10 @@ def read_documents(paths):
         pieces = filter(bytes.strip, read_lines(path)) if is_json else cut_text(path, piece_size)
         try:
             for number, piece in enumerate(pieces, start=1):
-                document = parse(piece, is_json)
-                if document.problem:
-                    document = Document("", f"document {number} of {path} {document.problem}")
-                yield document
+                text, problem = parse(piece, is_json)
+                if problem:
+                    problem = f"document {number} of {path} {problem}"
+                yield text, problem
         except (OSError, EOFError, zlib.error) as error:
             die(f"cannot read {path}: {error}")
 
@@ -188,14 +183,14 @@ def read_documents(paths):
 def read_texts(paths, wanted, title):
     """Yield the texts of the documents that the boolean array `wanted` marks."""
     documents = tqdm(read_documents(paths), title, len(wanted), disable=None)
-    for is_wanted, document in zip(wanted, documents):
+    for is_wanted, (text, _) in zip(wanted, documents):
         if is_wanted:
-            yield document.text
+            yield text
 
 
 # ---- choosing ------------------------------------------------------------------------------------
 def hash_documents(paths):
-    """Return each document's hash (0: blank or malformed) and size, and the number of malformed."""
+    """Return each document's hash (0: blank or malformed) and size, and how many are malformed."""
     hashes = array("Q")
     sizes = array("q")
     problems = 0
@@ -276,8 +271,15 @@ def with_mask_token(tokenizer_json):
 
     vocab = parse_tokenizer(tokenizer_json).get_vocab()
     mask = vocab.get("<mask>", 1 + max(vocab.values()))
-    token = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-    token |= {"id": mask, "content": "<mask>", "special": True}
+    token = {
+        "id": mask,
+        "content": "<mask>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
     config["added_tokens"].append(token)
     tokenizer_json = json.dumps(config, ensure_ascii=False, indent=2)
 
@@ -291,9 +293,10 @@ def read_tokenizer(path):
     """Return the tokenizer.json at `path`, with a <mask>."""
     try:
         tokenizer_json = with_mask_token(Path(path).read_text("utf-8"))
+        # These two refuse what cannot be used.
         parse_tokenizer(tokenizer_json)
         find_special_ids(tokenizer_json)
-    except Exception as error:  # a wrong value can lead to any
+    except Exception as error:  # a damaged file can raise anything
         die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")
     return tokenizer_json
 
@@ -312,7 +315,10 @@ def is_ours(tokenizer):
 
 # ---- encoding ------------------------------------------------------------------------------------
 def has_long_run(text, limit=2**13):
-    """Say whether some `limit` characters are all white space, or all one word."""
+    """Say whether a block of `limit` characters is all white space, or all one word.
+
+    Every run of twice that length contains such a block.
+    """
     blocks = (text[i : i + limit] for i in range(0, len(text) - limit + 1, limit))
     return any(len(block.split(None, 1)) < 2 for block in blocks)
 
@@ -364,7 +370,10 @@ def take(texts, size):
 
 
 def encode_corpus(texts, val, encode, bos, folder):
-    """Write train.bin and val.bin; return how many tokens each document has, with its `bos`."""
+    """Write train.bin and val.bin; return how many tokens each document has, with its `bos`.
+
+    `texts` is an iterator, and is read batch by batch.
+    """
     lengths = np.zeros(len(val), np.uint64)
     document = 0
     with open(folder / "train.bin", "wb") as train_file, open(folder / "val.bin", "wb") as val_file:
@@ -396,10 +405,10 @@ def write_meta(folder, source, vocab_size, val, sizes, lengths):
     return meta
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the script ----------------------------------------------------------------------------------
 def prepare(paths, source, folder, args):
     """Write the files of a prepared folder, and say what is in them; return meta.json."""
-    if args.tokenizer:  # first of all, as it may be wrong
+    if args.tokenizer:  # before the long passes, since it may be unusable
         tokenizer_json = read_tokenizer(args.tokenizer)
 
     # First pass: which documents to keep, and which to hold out?
@@ -419,12 +428,8 @@ def prepare(paths, source, folder, args):
         tokenizer_json = train_tokenizer(take(texts, 2**28), args.vocab_size)
     (folder / "tokenizer.json").write_bytes(tokenizer_json.encode())
 
-    tokenizer = parse_tokenizer(tokenizer_json)
-    tokenizer.encode_special_tokens = True  # a literal <mask> in a text is text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-
     # Compare the two encoders on the first 512 KiB.
+    tokenizer = parse_tokenizer(tokenizer_json)
     vocab_size = 1 + max(tokenizer.get_vocab().values())
     encode = make_encoder(tokenizer, token_dtype(vocab_size))
     for text in take(read_texts(paths, train, "compare"), 2**19):
@@ -462,19 +467,19 @@ def next_command(out, meta):
 
 
 def parse_arguments():
-    """Return the flags, after checking all that needs no file to be read."""
+    """Return the flags; refuse what is wrong before any file is read."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    flag = parser.add_argument
-    flag("--input", nargs="+", default=[], metavar="FILE", help="files or globs of text, or -")
-    flag("--out", metavar="FOLDER", help="where to write (data/pydocs; with --tasks, data/tasks)")
-    flag("--vocab_size", type=int, help="tokens of the tokenizer to be trained (1024)")
-    flag("--tokenizer", metavar="FILE", help="use this Hugging Face tokenizer.json, train none")
-    flag("--val_fraction", type=float, default=0.1, help="share of the text to hold out (0.1)")
-    flag("--tasks", action="store_true", help="download the evaluation sets; needs no text")
+    add = parser.add_argument
+    add("--input", nargs="+", default=[], metavar="FILE", help="files or globs of text, or -")
+    add("--out", metavar="FOLDER", help="where to write (data/pydocs; with --tasks, data/tasks)")
+    add("--vocab_size", type=int, help="tokens of the tokenizer to be trained (1024)")
+    add("--tokenizer", metavar="FILE", help="use this Hugging Face tokenizer.json, train none")
+    add("--val_fraction", type=float, default=0.1, help="share of the text to hold out (0.1)")
+    add("--tasks", action="store_true", help="download the evaluation sets; needs no text")
     args = parser.parse_args()
 
     if args.tasks and (args.input or args.tokenizer):
@@ -494,7 +499,7 @@ def parse_arguments():
 
 
 def find_files(patterns):
-    """Return the files that the globs stand for, sorted within each."""
+    """Return the files that match the globs, sorted within each."""
     paths = []
     for pattern in patterns:
         paths += sorted(glob.glob(pattern, recursive=True)) or [pattern]
@@ -528,7 +533,7 @@ def main():
             paths = [str(spool) if path == "-" else path for path in paths]
 
         meta = prepare(paths, args.input or f"Python {sys.version}", folder, args)
-        for name in (*FILES, "meta.json"):  # the last one vouches for the others
+        for name in (*FILES, "meta.json"):  # meta.json last: it has the hashes of the others
             os.replace(folder / name, out / name)
     print(f"{out} is ready. Next: {next_command(out, meta)}")
 

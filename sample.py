@@ -71,8 +71,8 @@ def rate_places(probabilities, order, generator):
 def pad_rows(rows, n_new, bidirectional, special, device):
     """Return tokens (B, S), mask (B, 1, S, S) and positions (B, S) of rows of any lengths.
 
-    All rows end together, followed by n_new free places: on the left they are padded, and the
-    padding is a segment of its own. Padding and free places hold <s>, which is never printed.
+    Rows are padded on the left, so that all end together; n_new free places follow. The padding is
+    a segment of its own. It and the free places hold <s>, which is never printed.
     """
     lengths = torch.tensor([len(row) for row in rows])
     longest = max(len(row) for row in rows)
@@ -90,7 +90,7 @@ def pad_rows(rows, n_new, bidirectional, special, device):
 
 @torch.inference_mode()
 def extend(model, special, rows, generator, args):
-    """Append args.length tokens to every row, which <s> may end early; yield after each token.
+    """Append up to args.length tokens to every row, fewer if <s> ends it; yield after each.
 
     A cache keeps what was computed: the prompt is read once, then only the newest token.
     """
@@ -127,11 +127,14 @@ def fill(model, special, rows, generator, args):
     device = model.embed.weight.device
     tokens, mask, positions = pad_rows(rows, 0, True, special, device)
     masked = tokens == special.mask
-    blocks = (masked.cumsum(1) - 1) // (args.block or tokens.shape[1])  # of each masked place
+    blocks = (masked.cumsum(1) - 1) // (
+        args.block or tokens.shape[1]
+    )  # which block each mask is in
 
     for step in range(args.steps):
         h = model.hidden(tokens.to(device), mask, positions)
         for b, n_masks in enumerate(masked.sum(1).tolist()):
+            # Steps that are as equal as they can be, and add up to n_masks.
             n_now = n_masks * (step + 1) // args.steps - n_masks * step // args.steps
             if n_now == 0:
                 continue
@@ -187,7 +190,7 @@ def read_prompts(args):
         return args.prompt
     if not args.prompt_file and os.isatty(0):
         return [""]
-    with open(args.prompt_file or 0, encoding="utf-8") as file:
+    with open(args.prompt_file or sys.stdin.fileno(), encoding="utf-8") as file:
         return [file.read().removesuffix("\n")]
 
 

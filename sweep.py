@@ -37,13 +37,13 @@ from typing import NamedTuple
 from errors import die, report, suggest, write_atomically
 
 if __name__ == "__main__":
-    sys.excepthook = report
-    sys.stdout.reconfigure(errors="replace")  # some terminals know few letters
+    sys.excepthook = report  # before the large imports: a missing package is one line too
+    sys.stdout.reconfigure(errors="replace")  # some terminals cannot print ±
 
 import numpy as np
 from tqdm import tqdm
 
-# What tables and maps show unless told otherwise, as far as it was measured: column -> title.
+# What tables and maps show by default, if it was measured: column -> title.
 TITLES = {
     "average_ar": "AR score, %",
     "average_pll": "PLL score, %",
@@ -77,8 +77,8 @@ class Surface(NamedTuple):
     kernel: str
     log_odds: np.ndarray  # (values of alpha,)
     mean: np.ndarray
-    best: np.ndarray  # chance that this alpha is the best for this R
-    positive: np.ndarray  # chance that the column is above 0
+    best: np.ndarray  # probability that this alpha is the best for this R
+    positive: np.ndarray  # probability that the column is above 0
 
 
 class Line(NamedTuple):
@@ -190,26 +190,26 @@ def run_grid(args):
         for run in read_runs(args.results):
             known[run.repetitions, run.alpha, run.seed] = run
 
-    # The beginnings of lines to be written; all runs of a seed, then all of the next.
-    lines = []
+    # What is known of each run beforehand: all runs of a seed, then all of the next.
+    entries = []
     for seed, R, alpha in product(args.seeds, args.repetitions, args.alphas):
         run = known.get((R, alpha, seed))
-        if run and run.settings not in ("", settings):
+        if run and run.settings not in ("", settings):  # "": written by hand
             die(f"{args.results} has runs of '{run.settings}': choose another folder")
         if not run or args.eval not in ("", run.eval):
-            line = {"repetitions": R, "alpha": str(alpha), "seed": seed, "settings": settings}
-            lines.append(line)
+            entry = {"repetitions": R, "alpha": str(alpha), "seed": seed, "settings": settings}
+            entries.append(entry)
 
     n_jobs = max(1, args.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // n_jobs)))
     try:
-        asyncio.run(run_all(args, lines, n_jobs))
+        asyncio.run(run_all(args, entries, n_jobs))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
 
 
-async def run_all(args, lines, n_jobs):
-    """Run what these lines begin with, some at a time; write each line as its run ends.
+async def run_all(args, entries, n_jobs):
+    """Train and evaluate runs, n_jobs at a time; append each to the results as it ends.
 
     When this task fails or is cancelled, asyncio.run cancels the others and waits for them.
     """
@@ -217,29 +217,29 @@ async def run_all(args, lines, n_jobs):
     me = asyncio.current_task()
     signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(me.cancel))
 
-    loop.set_default_executor(ThreadPoolExecutor(n_jobs))
+    loop.set_default_executor(ThreadPoolExecutor(n_jobs))  # a thread waits for each script
     slots = asyncio.Semaphore(n_jobs)
-    tasks = [asyncio.create_task(run_one(args, line, slots)) for line in lines]
+    tasks = [asyncio.create_task(run_one(args, entry, slots)) for entry in entries]
     try:
         for finished in tqdm(asyncio.as_completed(tasks), desc="runs", total=len(tasks)):
-            line = await finished
+            entry = await finished
             with open(args.results, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(entry) + "\n")
     except asyncio.CancelledError:
         print("\nstopping; runs save first, and the same command continues them", file=sys.stderr)
         raise
 
 
-async def run_one(args, line, slots):
-    """Train and evaluate a run; return its line with what was measured.
+async def run_one(args, entry, slots):
+    """Train and evaluate a run; return its entry with what was measured.
 
     train.py ends at once if the run is finished, and refuses one that had other settings.
     """
-    name = "R{repetitions}_a{alpha}_s{seed}".format(**line).replace("/", "_")
+    name = "R{repetitions}_a{alpha}_s{seed}".format(**entry).replace("/", "_")
     folder = args.results.parent / name
     log = folder / "log.jsonl"
     async with slots:
-        flags = [f"--{setting}={line[setting]}" for setting in ("repetitions", "alpha", "seed")]
+        flags = [f"--{setting}={entry[setting]}" for setting in ("repetitions", "alpha", "seed")]
         flags += [f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"]
         await call(folder, "train.py", args.config, *args.train_flags, *flags)
         if args.eval:
@@ -247,21 +247,22 @@ async def run_one(args, line, slots):
             await call(folder, "eval.py", *shlex.split(args.eval), *flags)
 
     records = [record for record in read_records(log) if "val_ar" in record]
-    line["overfit"] = records[-1]["overfit"]
+    entry["overfit"] = records[-1]["overfit"]
     for column in ("val_ar", "val_md"):
-        line[column] = records[-1][column]
-        line[f"{column}_best"] = min(record[column] for record in records)
+        entry[column] = records[-1][column]
+        entry[f"{column}_best"] = min(record[column] for record in records)
     if args.eval:
-        line["eval"] = args.eval
-        line |= read_scores(folder / "eval.json")
-    line["curve"] = [[r["tokens"], round(r["val_ar"], 4), round(r["val_md"], 4)] for r in records]
-    return line
+        entry["eval"] = args.eval
+        entry |= read_scores(folder / "eval.json")
+    entry["curve"] = [[r["tokens"], round(r["val_ar"], 4), round(r["val_md"], 4)] for r in records]
+    return entry
 
 
 async def call(folder, script, *flags):
     """Run a script of this project. If the sweep is stopped, the script saves and ends too."""
     command = [sys.executable, Path(__file__).with_name(script), *flags]
-    # In a session of its own: Ctrl-C reaches the sweep alone, which passes on one signal.
+    # In a session of its own: Ctrl-C reaches the sweep alone, which passes on one signal. The pipes
+    # matter too: if the sweep is killed, the script ends at its next line.
     child = Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
     try:
         _, errors = await asyncio.to_thread(child.communicate)
@@ -338,12 +339,12 @@ def values_by_seed(cell, column):
 
 
 def format_mean(column, values, of_the_mean):
-    """Return the mean ± the deviation of the values, or that of the mean; one value has none."""
+    """Return the mean ± the values' standard deviation, or the standard error of the mean."""
     if not values:
         return ""
     digits = 3 if column.startswith(("val_", "logp_")) else 1
     if "_minus_" in column:
-        digits += 1
+        digits += 1  # differences are small
     text = f"{np.mean(values):.{digits}f}"
     if len(values) > 1:
         deviation = np.std(values, ddof=1)
@@ -364,10 +365,10 @@ def print_fit(args):
         print(f"{column}: R^2 {surface.r2:.4f}, kernel {surface.kernel}")
         print("   R   alpha      90%      alpha*R  paper's rule")
         optimal = []
-        for R, chance in zip(Rs, surface.best):
-            # The smallest set of alphas that holds 90% of the chance, the likeliest first.
-            order = np.argsort(-chance, kind="stable")
-            n_needed = 1 + np.searchsorted(np.cumsum(chance[order]), 0.9)
+        for R, probability in zip(Rs, surface.best):
+            # The smallest set of alphas that has 90% of the probability, the likeliest first.
+            order = np.argsort(-probability, kind="stable")
+            n_needed = 1 + np.searchsorted(np.cumsum(probability[order]), 0.9)
             alphas = alpha_at(surface.log_odds[order[:n_needed]])
             best, low, high = alphas[0], alphas.min(), alphas.max()
             rule = recommended_alpha(R)
@@ -379,7 +380,7 @@ def print_fit(args):
 
 
 def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
-    """Fit a column over (log2 R, log-odds of alpha); return what it says at these log2 R."""
+    """Fit a column over (log2 R, log-odds of alpha), standardized; return it at these log2 R."""
     runs = [run for run in runs if column in run.columns]
     if column.startswith("val_md"):
         # AR alone has never seen a mask: its MD loss is off the scale and would bend the surface.
@@ -447,7 +448,7 @@ def save_page(page, path):
 
 
 def color_of(alpha):
-    """Return the colour of an alpha, as in the paper's Figure 1: MD red, AR blue, both purple."""
+    """Return the color of an alpha, as in the paper's Figure 1: MD red, AR blue, both purple."""
     from matplotlib.colors import LinearSegmentedColormap
 
     scale = LinearSegmentedColormap.from_list("alpha", ["#d62728", "#8e44ad", "#1f5fd6"])
@@ -498,9 +499,7 @@ def draw_lines(title, lines):
             for curve in line.curves:
                 if len(line.curves) > 1:
                     ax.plot(curve[:, 0] / 1e6, curve[:, 1], color=line.color, lw=0.6, alpha=0.6)
-                top = max(
-                    top, curve[length // 8 :, 1].max()
-                )  # the first descent may leave the panel
+                top = max(top, curve[length // 8 :, 1].max())  # the first descent may leave it
         ax.set(xlabel="million tokens", title=f"{objective.upper()} loss, nats per token")
         ax.spines[["top", "right"]].set_visible(False)
         if ends:
@@ -545,7 +544,7 @@ def draw_maps(runs, columns):
         upper, lower = panels[2 * band : 2 * band + 2, place]
         surface = fit_surface(runs, column, log_R)
         draw_mean(upper, column, log_R, surface)
-        draw_chance(lower, column, log_R, surface)
+        draw_probability(lower, column, log_R, surface)
         for ax in (upper, lower):
             ax.set_axis_on()
             ax.set_xticks(np.log2(Rs), Rs)
@@ -570,23 +569,23 @@ def draw_mean(ax, column, log_R, surface):
     if "_minus_" in column:
         norm = CenteredNorm()
         colors = "RdBu_r"
-    place = (log_R, surface.log_odds, surface.mean.T)
-    filled = ax.contourf(*place, levels=14, alpha=0.8, cmap=colors, norm=norm)
-    lines = ax.contour(*place, levels=filled.levels[::2], colors="k", linewidths=0.4)
+    grid = (log_R, surface.log_odds, surface.mean.T)
+    filled = ax.contourf(*grid, levels=14, alpha=0.8, cmap=colors, norm=norm)
+    lines = ax.contour(*grid, levels=filled.levels[::2], colors="k", linewidths=0.4)
     ax.clabel(lines, fontsize=8)
     ax.set_title(f"{TITLES.get(column, column)}  (R² {surface.r2:.2f})", fontsize=11)
 
 
-def draw_chance(ax, column, log_R, surface):
+def draw_probability(ax, column, log_R, surface):
     """Draw where the best alpha lies for each R; of a difference, where it is positive."""
-    chance = surface.positive
-    title = "chance that it is positive"
+    probability = surface.positive
+    title = "probability that it is positive"
     if "_minus_" not in column:
-        chance = surface.best / surface.best.max(axis=1, keepdims=True)
+        probability = surface.best / surface.best.max(axis=1, keepdims=True)
         title = "best α (dashed: min(63/64, 16/R))"
         ax.plot(log_R, log_odds(recommended_alpha(2**log_R)), "k--", lw=1.2)
     levels = np.linspace(0, 1, 11)
-    ax.contourf(log_R, surface.log_odds, chance.T, levels=levels, cmap="Purples")
+    ax.contourf(log_R, surface.log_odds, probability.T, levels=levels, cmap="Purples")
     ax.set_title(title, fontsize=11)
 
 
@@ -605,7 +604,9 @@ def list_of(kind):
 
 def main():
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=formatter, allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="run | table | fit | plot")
 
     grid = argparse.ArgumentParser(add_help=False)  # flags of every command

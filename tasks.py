@@ -29,17 +29,19 @@ MAX_MEMBER_SIZE = 2**24  # bytes
 class Task(NamedTuple):
     """What is known of a task before its files are read."""
 
-    score: str  # what decides: log p ("raw"), log p per character ("char"), or PMI ("pmi")
+    norm: (
+        str  # how choices are compared: log p ("raw"), log p per character ("char"), or PMI ("pmi")
+    )
     chance: float  # the paper's random baseline
     n_documents: int
     n_files: int = 0  # if there are several, each is a subtask
-    files: str = ""  # pattern of their names, as an archive spells them
+    files: str = ""  # a glob of their names in the release; on disk only its last part counts
     labels: str = ""  # a file with a label per line, where the records have none
     urls: tuple[str, ...] = ()  # the official files, or archives that hold them
 
 
 class Document(NamedTuple):
-    """One question: which of the completions continues the context?"""
+    """A question of a task: which of the completions continues the context?"""
 
     subtask: str | None
     number: int  # counts over all files of the task
@@ -132,7 +134,7 @@ def read_task(name, data, limit=0):
     folder = Path(data, name)
     if not folder.is_dir():
         die(f"no folder {folder}: get the tasks with `python prepare.py --tasks`, or set --data")
-    again = f"remove {folder} and run: python prepare.py --tasks"
+    remedy = f"remove {folder} and run: python prepare.py --tasks"
 
     pattern = Path(task.files).name
     paths = sorted(folder.glob(pattern))
@@ -153,17 +155,17 @@ def read_task(name, data, limit=0):
                 if limit == 0 or n - first < limit:
                     documents.append(document)
                 n += 1
-        except Exception as error:  # a wrong record can lead to any
+        except Exception as error:  # a damaged record can raise anything
             reason = f"{type(error).__name__}: {error}"
-            die(f"{path}, record {n - first + 1} is wrong ({reason}); if it is damaged, {again}")
+            die(f"{path}, record {n - first + 1} is wrong ({reason}); if it is damaged, {remedy}")
 
     complete = n == task.n_documents
-    if limit > 0:  # a part of a release will do; a file of a whole one has at least 100 records
+    if limit > 0:  # then a part of each file will do, but not less than was asked for
         complete = len(documents) >= task.n_files * min(limit, 100)
     if len(paths) != task.n_files or not complete:
         die(
             f"{folder}: {n:,} records in {len(paths)} files {pattern}, "
-            f"not {task.n_documents:,} in {task.n_files}; {again}"
+            f"not {task.n_documents:,} in {task.n_files}; {remedy}"
         )
     return documents
 
@@ -192,7 +194,6 @@ def download_tasks(out):
     A folder gets its name only after read_task has counted and checked every record, so that
     nothing that was cut short passes.
     """
-    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as temporary:
         for name, task in TASKS.items():
@@ -206,7 +207,7 @@ def download_tasks(out):
                     if not path.exists():  # ARC is one archive for two tasks
                         download(url, path)
                     extract(path, task, unfinished)
-                except Exception as error:  # the network has its kinds, and so has each format
+                except Exception as error:  # urllib, zipfile and tarfile raise kinds of their own
                     by_hand = f"you can put its {task.files} into {out / name} by hand"
                     die(f"cannot get {url}: {error}; {by_hand}")
             read_task(name, temporary)

@@ -4,8 +4,7 @@ Train a dual-objective language model.
     python train.py config/demo.py                                # one process, CPU or one GPU
     python train.py config/demo.py --alpha=7/8 --out_dir=out/x    # every setting can be changed
     python train.py config/demo.py --resume                       # continue after a stop, exactly
-    python train.py config/demo.py --init_from=out/base           # start from another model;
-                                      # with its step, optimizer and log if the checkpoint has them
+    python train.py config/demo.py --init_from=out/base           # start from another model
     torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, also over hosts
 """
 
@@ -40,7 +39,7 @@ from checkpoint import (
     check_resumable,
     check_tokenizer,
     claim_run,
-    find_checkpoints,
+    list_checkpoints,
     load_checkpoint,
     lock_run,
     overfits,
@@ -53,10 +52,11 @@ from data import (
     bytes_per_token,
     count_val_windows,
     open_corpus,
+    slots_per_step,
     train_batch,
     val_batches,
 )
-from device import all_reduce_gradients, choose_device, join_ranks, sum_over_ranks
+from device import all_reduce_gradients, any_rank, choose_device, join_ranks, sum_over_ranks
 from model import HeadLoss, Transformer
 from muon import Muon
 
@@ -66,7 +66,8 @@ if not sys.argv[1:]:
 s = load_settings(sys.argv[1:], __doc__)
 device, dtype = choose_device(s.device, s.dtype)
 rank, world = join_ranks(device)
-n_slots = s.batch_size // s.micro_batch_size  # in a step; each is a micro-batch of one objective
+n_slots = slots_per_step(s)
+tokens_per_step = s.batch_size * s.seq_len
 if n_slots % world != 0:
     die(f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size)")
 
@@ -77,16 +78,15 @@ def say(*text):
 
 
 # ---- the run directory: a new run, one to resume, or one that starts from another ----------------
-has_run = len(find_checkpoints(s.out_dir)) > 0
-restarts = float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-restarted = sum_over_ranks(torch.tensor(restarts)) > 0  # by torchrun, on some host
+has_run = len(list_checkpoints(s.out_dir)) > 0
+restarted = any_rank(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")  # by torchrun
 resume = s.resume
 if rank == 0:
     lock = lock_run(s.out_dir, wait=restarted)
     # A restarted job resumes what it has begun itself, and nothing else.
     if restarted and has_run and began_this_run(lock):
         resume = True
-resume = sum_over_ranks(torch.tensor(float(resume))) > 0
+resume = any_rank(resume)
 if resume and not has_run:
     die(f"there is no checkpoint in {s.out_dir}: nothing to resume")
 if has_run and not resume:
@@ -96,7 +96,7 @@ checkpoint = None
 if resume or s.init_from:
     checkpoint = load_checkpoint(s.out_dir if resume else s.init_from)
 if s.init_from:
-    adopt_model(checkpoint, s)
+    adopt_model(checkpoint, s)  # also to resume: the run's own checkpoint has the same shape
 if s.extra_head:
     die("extra_head is for reading the released models; it cannot be trained")
 
@@ -112,6 +112,7 @@ elif checkpoint:
     check_tokenizer(checkpoint, corpus)
 
 # ---- model and optimizers ------------------------------------------------------------------------
+# Muon trains the matrices of the blocks; AdamW the embedding, the head and the norms.
 torch.manual_seed(s.seed)
 model = Transformer(s, dtype).to(device)
 matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
@@ -144,7 +145,7 @@ if checkpoint:
     try:
         model.load_state_dict(checkpoint["model"])
         if "adamw" in checkpoint:
-            if checkpoint["step"] < s.max_steps:
+            if checkpoint["step"] < s.max_steps:  # a finished run has nothing to continue
                 check_format(checkpoint)
             muon.load_momentum(checkpoint["momentum"])
             # The moments are the checkpoint's; weight decay and the like are those of this run.
@@ -166,7 +167,6 @@ if checkpoint:
         for record in records:  # the run goes on: it is not done any more
             record.pop("done", None)
             record.pop("overfit", None)
-continued = step > 0  # this step's record, if one was due, is in the checkpoint
 if sum_over_ranks(torch.tensor(step)) != step * world:
     die(f"the processes see different checkpoints: all hosts must share {s.out_dir}")
 del checkpoint
@@ -192,16 +192,17 @@ bits_per_byte = 1 / (math.log(2) * bytes_per_token(corpus, s))  # of one nat per
 
 @torch.no_grad()
 def validate():
-    """Return both held-out losses, in nats per token and bits per byte, on any world."""
+    """Return both held-out losses, in nats per token and bits per byte, on any number of ranks."""
     total = torch.zeros(3, dtype=torch.float64)  # sum of AR losses, of MD losses; targets
     n_batches = math.ceil(count_val_windows(corpus, s) / s.micro_batch_size)
-    silent = True if rank > 0 else None  # None: unless someone is watching at a terminal
+    silent = True if rank > 0 else None  # None: only a terminal shows it
     batches = tqdm(val_batches(corpus, s), "validation", n_batches, leave=False, disable=silent)
     for i, (ar, md) in enumerate(batches):
         if i % world == rank:
             losses = []
             for batch in (ar, md):
-                _, ce = model.loss(batch.to(device), s.z_loss)  # z_loss: the graph of training
+                # z_loss does not enter ce. With it, the compiled code is that of training.
+                _, ce = model.loss(batch.to(device), s.z_loss)
                 losses.append(ce.item())
             total += torch.tensor([*losses, ar.weights.sum()], dtype=torch.float64)
     total_ar, total_md, n_targets = sum_over_ranks(total).tolist()
@@ -232,7 +233,7 @@ def save(*names):
         "records": records,
         "settings": vars(s),
         "data": corpus.files,
-        "tokenizer": corpus.tokenizer,
+        "tokenizer": corpus.tokenizer_json,
     }
     save_checkpoint(content, s.out_dir, *names)
     prune_checkpoints(s.out_dir, step, s.keep)
@@ -273,10 +274,7 @@ def ask_to_stop(number, frame):
 signal.signal(signal.SIGTERM, ask_to_stop)
 signal.signal(signal.SIGINT, ask_to_stop)
 
-# ---- the loop: one round more than steps, so that the last weights are evaluated and saved too ---
-tokens_per_step = s.batch_size * s.seq_len
-n_micro = n_slots // world  # slots of a step that this rank computes
-pool = ThreadPoolExecutor(max_workers=1)
+# ---- what this run will do -----------------------------------------------------------------------
 alpha = Fraction(s.alpha)
 R = s.repetitions
 deviation = math.sqrt(R * alpha * (1 - alpha))
@@ -293,18 +291,20 @@ if n_slots % alpha.denominator != 0:
     say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: the mix alternates")
 
 
-def prefetch(step, micro):
-    """Start preparing this rank's next batch in the background; None after the last one."""
-    step, micro = step + micro // n_micro, micro % n_micro
+# ---- the loop: one round more than steps, so that the last weights are evaluated and saved too ---
+def prefetch(step, slot):
+    """Start preparing a batch in the background; past the last slot of a step, one of the next."""
+    step, slot = step + slot // n_slots, slot % n_slots
     if step < s.max_steps:
-        return pool.submit(train_batch, stream, s, step, micro * world + rank)
+        return pool.submit(train_batch, stream, s, step, slot)
 
 
 def due(interval):
     return step == s.max_steps or (interval > 0 and step % interval == 0)
 
 
-upcoming = prefetch(step, 0)
+pool = ThreadPoolExecutor(max_workers=1)
+upcoming = prefetch(step, rank)
 first_step = logged_step = step
 clock = time.perf_counter()
 stopping = False
@@ -315,28 +315,27 @@ while True:
     # Constant, then linear to 0 over the last decay_steps; no warmup.
     lr = s.learning_rate * min(1.0, (s.max_steps - step) / max(s.decay_steps, 1))
     record = None
-    if step > first_step or not continued:
-        if due(s.eval_interval) or (due(s.log_interval) and step > 0):
-            record = {"step": step, "tokens": step * tokens_per_step, "lr": lr}
-            for name, (total, count) in running.items():
-                if count > 0:
-                    record[f"train_{name}"] = total / count
-            if step > logged_step:
-                seconds = time.perf_counter() - clock
-                record["tok_per_s"] = round((step - logged_step) * tokens_per_step / seconds)
-            if due(s.eval_interval):
-                record |= validate()
-            records.append(record)
-            if last:
-                record["done"] = True
-                record["overfit"] = overfits(records, "ar") or overfits(records, "md")
-            running = {"ar": [0.0, 0.0], "md": [0.0, 0.0]}
-    if step > first_step:
+    is_new = step > first_step or step == 0  # otherwise the checkpoint has its record already
+    if is_new and (due(s.eval_interval) or (due(s.log_interval) and step > 0)):
+        record = {"step": step, "tokens": step * tokens_per_step, "lr": lr}
+        for name, (total, count) in running.items():
+            if count > 0:
+                record[f"train_{name}"] = total / count
+        if step > logged_step:
+            seconds = time.perf_counter() - clock
+            record["tok_per_s"] = round((step - logged_step) * tokens_per_step / seconds)
+        if due(s.eval_interval):
+            record |= validate()
+        records.append(record)
+        if last:
+            record["done"] = True
+            record["overfit"] = overfits(records, "ar") or overfits(records, "md")
+        running = {"ar": [0.0, 0.0], "md": [0.0, 0.0]}
+    if step > first_step and (due(s.save_interval) or decay_begins or stopping):
         names = ["ckpt_decay.pt"] if decay_begins else []
         if s.keep > 1:
             names.append(f"ckpt_{step}.pt")
-        if due(s.save_interval) or decay_begins or stopping:
-            save(*names, "ckpt.pt")
+        save(*names, "ckpt.pt")
     if record:  # after the checkpoint, so that a log that says "done" is right
         write_record(record)
         clock = time.perf_counter()
@@ -346,9 +345,9 @@ while True:
 
     # ---- forward and backward: batch_size sequences, a share alpha of them AR, the rest MD -------
     losses = torch.zeros(2, 2, device=device)  # AR, MD: sum over sequences, number of sequences
-    for micro in range(n_micro):
+    for slot in range(rank, n_slots, world):
         batch = upcoming.result().to(device)
-        upcoming = prefetch(step, micro + 1)
+        upcoming = prefetch(step, slot + world)
         loss, ce = model.loss(batch, s.z_loss)  # each the sum over the slot's sequences
         # Eq. 5, alpha L_AR + (1 - alpha) L_MD, is a mean over sequences, a share alpha of them AR.
         # Within a sequence the weights sum to 1; backward() sums the slots, the ranks follow below.
@@ -359,8 +358,8 @@ while True:
         losses[objective, 1] += s.micro_batch_size
 
     # ---- sum the gradients over the ranks --------------------------------------------------------
-    matrix_square = muon.reduce()  # a matrix: on its owner, which alone updates it
-    all_reduce_gradients(others)  # embedding, head, norms: everywhere
+    matrix_square = muon.reduce()  # each matrix on its owner, which alone updates it
+    all_reduce_gradients(others)  # embedding, head, norms: on every rank
     norm = (matrix_square + get_total_norm([p.grad for p in others]) ** 2) ** 0.5
 
     # ---- before anything is updated: is all finite, was anyone told to stop? ---------------------
@@ -370,7 +369,7 @@ while True:
             f"loss or gradient is not finite at step {step}; nothing was updated or saved: "
             "try a lower learning_rate"
         )
-    stopping = sum_over_ranks(torch.tensor(float(stop_signal > 0))) > 0
+    stopping = any_rank(stop_signal > 0)
     for name, (total, count) in zip(("ar", "md"), losses):
         running[name][0] += total
         running[name][1] += count
@@ -387,7 +386,7 @@ while True:
 pool.shutdown()
 if not last:
     say(f"stopped at step {step}, saved; continue with --resume")
-    sys.exit(128 + (stop_signal or signal.SIGTERM))
+    sys.exit(128 + (stop_signal or signal.SIGTERM))  # 0: the signal came to another rank
 folder = shlex.quote(s.out_dir)
 say(f"done, see {s.out_dir}. Next:")
 say(f"  python eval.py --ckpt {folder}")

@@ -2,7 +2,7 @@
 # A step is 2,048 sequences x 2,048 tokens = 4,194,304 tokens = 256 slots of 8 sequences,
 # 32 AR and 224 MD.
 # The run is 8,192 steps = 34.4B tokens, of which 34.4B / 128 = 268M are unique.
-# Average normalised score in the paper: 19.1 AR (Table 2), 20.5 prefix (Table 10),
+# Average normalized score in the paper: 19.1 AR (Table 2), 20.5 prefix (Table 10),
 # 23.0 PLL (Table 11).
 # Obtained with AR weight 2 (--ar_weight=2 does the same); not run by us.
 out_dir = "out/rep128_a1_8"

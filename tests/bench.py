@@ -354,7 +354,6 @@ def embedded_corpus():
     """Return the texts of the embedded corpus, and a tokenizer of 8,192 learned from it."""
     texts = prepare.embedded_corpus()
     tokenizer = parse_tokenizer(prepare.train_tokenizer(texts, 8192))
-    tokenizer.encode_special_tokens = True
     return texts, tokenizer
 
 
@@ -421,6 +420,8 @@ def evaluation(args, folder="data/tasks", n=8):
         print(f"   skipped  evaluation: it needs {folder}, see: python prepare.py --tasks")
         return
     model, s = small_model()
+    frozen, _ = small_model()
+    frozen.freeze("cpu")
     trained = Trained(model, embedded_corpus()[1], SPECIAL, s, {})
     questions = []
     for name in ("arc_easy", "hellaswag", "mmlu"):
@@ -432,9 +433,9 @@ def evaluation(args, folder="data/tasks", n=8):
     pll = make_modes(["pll"], [1, 6], 0, SPECIAL.mask)
     t = seconds(
         args.rounds,
-        ar=lambda: score(model, items, ar),
+        ar=lambda: score(frozen, items, ar),
         plain_ar=lambda: plain_ar(model, items),
-        pll=lambda: score(model, few, pll),
+        pll=lambda: score(frozen, few, pll),
         plain_pll=lambda: [plain_pll(model, few, n_masks) for n_masks in (1, 6)],
     )
     name = f"{n} documents each of ARC-Easy, HellaSwag, MMLU"
@@ -447,6 +448,7 @@ def evaluation(args, folder="data/tasks", n=8):
 def decoding(args):
     model, s = small_model()
     theirs = llama(model, s).eval()
+    model.freeze("cpu")
 
     def decode(x, length):
         options = SimpleNamespace(mode="ar", length=length, temperature=0)

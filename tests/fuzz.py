@@ -176,7 +176,7 @@ def corpora(folder):
         content = pack[kind](b"\n".join(to_json(record) for record in records))
         path = folder / f"bad{kind}"
         path.write_bytes(damage(content, rng))
-        found = [document.text for document in prepare.read_documents([str(path)])]
+        found = [text for text, _ in prepare.read_documents([str(path)])]
         prepare.hash_documents([str(path)])
         # A packed file has checksums, but they do not cover a name, or what is not a member.
         if kind in (".jsonl.gz", ".jsonl.zst") and records is lines:

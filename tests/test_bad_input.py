@@ -249,7 +249,7 @@ RUN_DIRECTORY = {
         edit_checkpoint(lambda content: content["settings"].update(dropout=0.1)),
     ),
     "of an earlier version": resume(
-        "is of an earlier version",
+        "an earlier version of this code has begun this run",
         edit_checkpoint(lambda content: content.update(format=1, step=5)),
     ),
     "nothing to start from": train("no checkpoint out/none", init_from="out/none"),
@@ -465,7 +465,7 @@ def test_an_evaluation_that_cannot_be_resumed_is_finished(launcher, finished, tm
     output = tmp_path / "output.txt"
     pid = launcher.start("eval.py", EVALUATE, finished, output, ["full_disk", 600])
     assert launcher.wait(pid) == 0, output.read_text()
-    assert "this evaluation could not be resumed" in output.read_text()
+    assert "this evaluation cannot be resumed" in output.read_text()
     assert "heldout" in output.read_text()
 
 

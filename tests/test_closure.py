@@ -48,7 +48,7 @@ def shift_left(f, s):
         new.down.weight[state, : s.n_ff] = old.down.weight
 
     # A constant that does not depend on the input: silu(z) z + silu(-z) (-z) = z^2, and the
-    # squares of a normalised state sum to D. From now on it outweighs the state in every norm.
+    # squares of a normalized state sum to D. From now on it outweighs the state in every norm.
     large = 1e5
     block = g.blocks[-2]
     block.ff_norm.weight[state] = gain

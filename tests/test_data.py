@@ -84,7 +84,7 @@ def test_order_depends_on_seed_and_index_alone():
 def test_fewer_repetitions_extend_the_unique_subset():
     """Runs over R differ in the amount of data, not in the choice of documents."""
     small, large = make_stream(repetitions=8), make_stream(repetitions=2)
-    assert set(small.first) <= set(large.first)
+    assert set(small.doc_starts) <= set(large.doc_starts)
 
 
 def test_too_small_a_corpus_names_settings_that_fit():
@@ -144,12 +144,24 @@ def test_bytes_per_token_are_those_of_the_text(corpus):
     """The bytes of the validated tokens, counted piece by piece by another way of decoding."""
     opened = data.open_corpus(corpus / "data/tiny", 2**16)
     s = tiny_settings()
-    vocabulary = json.loads(opened.tokenizer)["model"]["vocab"]
+    vocabulary = json.loads(opened.tokenizer_json)["model"]["vocab"]
     n_bytes = {i: len(piece) for piece, i in vocabulary.items()}  # a character spells a byte
     read = opened.val.tokens[: data.count_val_windows(opened, s) * s.seq_len]
     ordinary = [int(token) for token in read if token >= N_SPECIAL]
     expected = sum(n_bytes[token] for token in ordinary) / len(ordinary)
     assert data.bytes_per_token(opened, s) == pytest.approx(expected)
+
+
+def test_a_tokenizer_encodes_texts_whole_and_special_tokens_as_text():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    letters = tokenizers.trainers.BpeTrainer(vocab_size=7)  # no merges
+    tokenizer.train_from_iterator(["ab<mask>"], letters)
+    tokenizer.add_special_tokens(["<mask>"])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16)
+    parsed = data.parse_tokenizer(tokenizer.to_str())
+    for text in ("ab", "ab" * 20, "a<mask>b"):
+        assert parsed.encode(text).tokens == list(text)
 
 
 def test_special_ids_come_from_the_tokenizer():

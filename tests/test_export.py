@@ -165,7 +165,7 @@ def test_the_model_card_has_front_matter_and_the_last_losses(exported):
     with open(os.path.join(exported[1], "README.md")) as file:
         _, front_matter, text = file.read().split("---\n", 2)
     assert "library_name: transformers\n" in front_matter
-    facts = ["alpha = 1/2", "R = 2 ", "3,072 tokens", "step 6", "AR 9.1429", "MD 14.0000"]
+    facts = ["alpha = 1/2", "seen\n2 times", "3,072 tokens", "step 6", "AR 9.1429", "MD 14.0000"]
     for fact in facts:  # 6 steps x 8 x 64
         assert fact in text, fact
 

@@ -149,7 +149,7 @@ def test_the_papers_model_has_its_size():
     assert sum(p.numel() for p in model.blocks.parameters()) + 1024 == 362_742_784
 
 
-def test_initialisation_follows_the_papers_rule():
+def test_initialization_follows_the_papers_rule():
     """Deviations, cut at two sigma (which leaves 0.88 of them); what leaves a block is 0."""
     s = tiny_settings(n_embd=256, n_ff=512, vocab_size=2000, n_layer=3)
     torch.manual_seed(0)
@@ -254,11 +254,24 @@ def test_zeros_that_fill_up_the_swiglu_change_nothing(dtype, tolerance):
 def test_matrices_cast_once_give_what_matrices_cast_at_every_use_give():
     models = random_model(tiny_settings()), random_model(tiny_settings())
     models[1].dtype = models[0].dtype = torch.bfloat16
-    models[1].cast_matrices()
+    models[1].freeze("cpu")
     assert models[1].blocks[0].gate.weight.shape == (64, 32)
     mask = make_mask(SEGMENTS, POSITIONS, torch.tensor([0]))
     found, expected = (model.head(model.hidden(TOKENS, mask, POSITIONS)) for model in models)
     assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"extra_head": True}], ids=["ours", "released"])
+def test_packed_matrices_give_the_same_states_and_predictions(settings):
+    s = tiny_settings(n_embd=512, n_layer=1, **settings)
+    model = random_model(s)
+    mask = make_mask(SEGMENTS, POSITIONS, torch.tensor([0]))
+    expected = model.head(model.hidden(TOKENS, mask, POSITIONS))
+    model.freeze("cpu")
+    assert model.head.packed is not None
+    found = model.head(model.hidden(TOKENS, mask, POSITIONS))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_graph_serves_all_blocks_and_both_objectives():

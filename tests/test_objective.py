@@ -79,7 +79,7 @@ def test_ar_loss_is_the_chain_rule():
 
 @pytest.mark.parametrize("alpha", ["0", "1/4", "1/2", "63/64", "1"])
 def test_zero_head_gives_ln_v_for_every_alpha(alpha):
-    """Uniform predictions: both losses are ln V. A wrong weight or normalisation shows here."""
+    """Uniform predictions: both losses are ln V. A wrong weight or normalization shows here."""
     s = tiny_settings(alpha=alpha)
     model = random_model(s)
     torch.nn.init.zeros_(model.head.weight)
@@ -201,7 +201,7 @@ def test_alpha_is_exact_over_every_den_slots(den):
     slots = np.arange(3 * den)
     for num in {0, 1, den // 3, den // 2, den - 1, den}:
         alpha = Fraction(num, den)
-        ar = data.is_ar(slots, alpha)
+        ar = data.slot_is_ar(slots, alpha)
         n_ar = np.convolve(ar, np.ones(alpha.denominator), "valid")
         assert (n_ar == alpha.numerator).all()
 

@@ -276,14 +276,12 @@ def test_texts_of_any_shape_are_cut_into_bounded_pieces(tmp_path):
     shapes = ["\n".join(paragraphs), "\n".join(prose(2000)), "".join(prose(2000)), "\n" * 300000]
     for text in (*shapes, "é" * 300000):
         (tmp_path / "long.txt").write_text(text)
-        pieces = [
-            document.text for document in prepare.read_documents([str(tmp_path / "long.txt")])
-        ]
+        pieces = [text for text, _ in prepare.read_documents([str(tmp_path / "long.txt")])]
         assert len(pieces) > 20 and max(map(len, pieces)) < len(text) / 10
         assert "".join(pieces).replace("\n", "") == text.replace("\n", "")
 
     (tmp_path / "long.txt").write_text(shapes[0])
-    pieces = [document.text for document in prepare.read_documents([str(tmp_path / "long.txt")])]
+    pieces = [text for text, _ in prepare.read_documents([str(tmp_path / "long.txt")])]
     assert sum(piece.startswith(tuple(paragraphs)) for piece in pieces) > len(pieces) / 2
 
 
@@ -291,7 +289,7 @@ def test_pieces_of_a_large_text_have_64_kib(tmp_path):
     (tmp_path / "large.txt").write_text("\n\n".join(prose(2000)) * 20)
     assert os.path.getsize(tmp_path / "large.txt") > 100 * 2**16
     documents = prepare.read_documents([str(tmp_path / "large.txt")])
-    sizes = [len(document.text) for document in documents]
+    sizes = [len(text) for text, _ in documents]
     assert min(sizes[:-1]) >= 2**16 and max(sizes) < 2**16 + 1000
 
 

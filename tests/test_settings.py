@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 import errors
-from configurator import ALIASES, FREE_ON_RESUME, MODEL, Settings, check, load_settings
+from configurator import ALIASES, FREE_ON_RESUME, MODEL_SETTINGS, Settings, check, load_settings
 from conftest import ROOT
 
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
@@ -94,7 +94,7 @@ def test_defaults_are_the_papers():
         0.1,
     )
     assert (s.alpha, s.ar_weight, s.z_loss, s.grad_clip) == ("63/64", 1, 1e-4, 0)
-    assert {*FREE_ON_RESUME, *MODEL, *ALIASES.values()} < set(FIELDS)
+    assert {*FREE_ON_RESUME, *MODEL_SETTINGS, *ALIASES.values()} < set(FIELDS)
 
 
 def test_help_lists_every_setting_with_default_and_meaning(capsys):

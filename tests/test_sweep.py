@@ -494,7 +494,7 @@ def labels_of(ax):
     return {text.get_text(): (text.xyann[1], text.get_color()) for text in ax.texts}
 
 
-def test_every_line_has_a_label_of_its_colour(tmp_path):
+def test_every_line_has_a_label_of_its_color(tmp_path):
     """AR alone is blue, MD alone red, and labels of lines that end together do not overlap."""
     runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", made_up_records(0, seeds=(1, 2, 3))))
     lines = sweep.lines_of_runs([run for run in runs if run.repetitions == 64])

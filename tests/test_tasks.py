@@ -6,7 +6,6 @@ import io
 import json
 import os
 import shutil
-import sys
 import tarfile
 import threading
 import zipfile
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from conftest import ROOT, run
+from conftest import run
 from tasks import TASKS, read_task
 
 WORDS = (
@@ -169,11 +168,11 @@ def test_strings_are_those_of_olmes(name, record, tag, expected):
 def test_the_tasks_are_those_of_the_paper():
     sizes = [task.n_documents for task in TASKS.values()]
     assert sizes == [2376, 1172, 67000, 1221, 10042, 14042, 500, 1838, 1954]
-    by_score = {score: set() for score in ("raw", "char", "pmi")}
+    by_norm = {norm: set() for norm in ("raw", "char", "pmi")}
     for name, task in TASKS.items():
-        by_score[task.score].add(name)
-    assert by_score["pmi"] == {"arc_challenge", "commonsenseqa", "openbookqa"}
-    assert by_score["raw"] == {"blimp"}
+        by_norm[task.norm].add(name)
+    assert by_norm["pmi"] == {"arc_challenge", "commonsenseqa", "openbookqa"}
+    assert by_norm["raw"] == {"blimp"}
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -430,10 +429,9 @@ def test_no_more_is_downloaded_than_a_limit(site, tmp_path, monkeypatch):
 
 
 def test_without_a_network_a_user_is_told_what_to_do_by_hand(tmp_path):
-    code = f"import sys; sys.path.insert(0, {ROOT!r}); import tasks; tasks.download_tasks('out')"
     nowhere = "http://127.0.0.1:9"
     proxies = {"https_proxy": nowhere, "HTTPS_PROXY": nowhere}
-    output = run(sys.executable, "-c", code, cwd=tmp_path, code=1, **proxies)
+    output = run("prepare.py", "--tasks", "--out", "out", cwd=tmp_path, code=1, **proxies)
     line = output.splitlines()[-1]
     assert line.startswith("error: cannot get https://") and "by hand" in line
     assert not os.listdir(tmp_path / "out")
