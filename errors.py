@@ -35,6 +35,9 @@ def report(kind, error, trace):
         package = error.name.partition(".")[0]
         package = {"sklearn": "scikit-learn"}.get(package, package)
         sys.exit(f"error: {error}: pip install {package}")
+    if isinstance(error, BrokenPipeError):  # such as of `sweep.py table | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to come
+        sys.exit(1)
     if isinstance(error, OSError):
         sys.exit(f"error: {error}")
     if kind.__name__ == "OutOfMemoryError":  # torch's

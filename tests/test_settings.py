@@ -5,13 +5,15 @@ import dataclasses
 import glob
 import os
 import re
+import shlex
+import sys
 from fractions import Fraction
 
 import pytest
 
 import errors
 from configurator import ALIASES, FREE_ON_RESUME, MODEL_SETTINGS, Settings, check, load_settings
-from conftest import ROOT
+from conftest import ROOT, run
 
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 PAPER = [
@@ -434,6 +436,16 @@ def test_what_the_machine_lacks_is_one_line(error, line):
     with pytest.raises(SystemExit) as end:
         errors.report(type(error), error, None)
     assert end.value.code == line
+
+
+def test_a_closed_pipe_is_no_message(tmp_path):
+    """As in `sweep.py table | head`."""
+    code = (
+        f"import sys; sys.path.insert(0, {ROOT!r}); import errors; sys.excepthook = errors.report"
+    )
+    code += "; print('a line\\n' * 99999)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -n 1"
+    assert run("bash", "-c", command, cwd=tmp_path) == "a line\n"
 
 
 def test_a_bug_keeps_its_traceback(capsys):
