@@ -125,10 +125,12 @@ def prune_checkpoints(out_dir, step, keep):
 def find_checkpoint(path):
     """Return the file of a checkpoint, given that file or the directory of a run."""
     file = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
+    if os.path.isdir(path) and not os.path.isfile(file):
+        # A process killed between the names of its first checkpoint has not come to this one.
+        file = max(list_checkpoints(path), key=os.path.getmtime, default=file)
     if os.path.isfile(file):
         return file
-    others = [os.path.basename(other) for other in list_checkpoints(path)]
-    die(f"no checkpoint {file}" + (f"; there are: {', '.join(others)}" if others else ""))
+    die(f"no checkpoint {file}")
 
 
 def load_checkpoint(path):
@@ -221,6 +223,8 @@ def load_model(path, device="auto", dtype="auto"):
         largest = max(tokenizer.get_vocab().values())
         if largest >= settings.vocab_size:
             raise ValueError(f"token {largest} of the tokenizer has no embedding")
+    except torch.OutOfMemoryError:
+        raise
     except (Exception, SystemExit) as error:  # the latter from check
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         die(f"the checkpoint in {path} does not fit this code, or has no tokenizer ({reason})")

@@ -355,8 +355,8 @@ def bytes_per_token(corpus, s):
     return len(text.encode()) / max(len(tokens) - n_special, 1)
 
 
-def val_batches(corpus, s):
-    """Yield pairs of an AR and an MD batch with the same held-out targets, the maskable ones.
+def val_batches(corpus, s, rank=0, world=1):
+    """Yield a rank's pairs of an AR and an MD batch with the same held-out targets: the maskable.
 
     The masks depend on the held-out text and the shape of the batches alone. The weights of a
     sequence sum to its number of targets: the held-out losses are means over tokens. (Training
@@ -365,7 +365,7 @@ def val_batches(corpus, s):
     T, B = s.seq_len, s.micro_batch_size
     n = count_val_windows(corpus, s)
     grid = (default_rng((0, COUNTS)).permutation(n) + 0.5) / n
-    for first in range(0, n, B):
+    for first in range(rank * B, n, world * B):
         windows, ar_examples, md_examples = [], [], []
         for i in range(first, min(first + B, n)):
             x0 = corpus.val.tokens[i * T : i * T + T + 1].astype(np.int64)

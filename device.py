@@ -37,7 +37,10 @@ def choose_device(device="auto", dtype="auto"):
     if device == "cuda":
         # The modulo: a launcher may show each process its own device alone, as number 0.
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        n_devices = torch.cuda.device_count()
+        if local_rank >= n_devices > 1:
+            die(f"this host has {n_devices} GPUs: start no more processes than that")
+        torch.cuda.set_device(local_rank % n_devices)
         # cuDNN's attention would make a plan for every new shape, and evaluation has many.
         torch.backends.cuda.enable_cudnn_sdp(False)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

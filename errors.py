@@ -12,8 +12,9 @@ import sys
 import time
 
 OUT_OF_MEMORY = (
-    "the GPU is out of memory: train with a smaller micro_batch_size (estimated, not measured: the "
-    "paper's model takes about 11, 17, 25, 40 GB with 1, 4, 8, 16; see NOTES.md)"
+    "the GPU is out of memory: is another program using it? In training, choose a smaller "
+    "micro_batch_size (estimated, not measured: the paper's model takes about 11, 17, 25, 40 GB "
+    "with 1, 4, 8, 16; see NOTES.md)"
 )
 
 

@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 from checkpoint import check_tokenizer, find_checkpoint, load_model
 from data import fingerprint, open_corpus
-from device import choose_device, join_ranks, sum_over_ranks
+from device import join_ranks, sum_over_ranks
 from model import make_mask
 from tasks import TASKS, Document, Task, read_task
 
@@ -57,6 +57,7 @@ UNCONDITIONAL = "Answer:"  # the context of PMI's second term
 MAX_TOKENS = {"cpu": 2**9, "cuda": 2**14}  # tokens in a batch
 MAX_PADDING = 0.05  # share of a row that may be padding
 MAX_BRANCHES = 8  # completions in a row; thousands may share a context, as in BLiMP
+MAX_LOGITS = 2**11  # predictions whose logits exist at a time
 CHUNK = 512  # items whose rows are planned together, to bound the memory
 
 
@@ -136,9 +137,12 @@ def heldout_questions(trained, n_questions, n_context=0, n_completion=0):
     is fixed: models that were trained on the same data get the same questions.
     """
     s = trained.settings
+    is_imported = "data" not in trained.checkpoint
+    if is_imported and not Path(s.data_dir).exists():
+        die("an imported model has no held-out text: get the tasks with python prepare.py --tasks")
     corpus = open_corpus(s.data_dir, s.vocab_size)
     check_tokenizer(trained.checkpoint, corpus)
-    if trained.checkpoint.get("data", corpus.files) != corpus.files:  # an imported model has none
+    if not is_imported and trained.checkpoint["data"] != corpus.files:
         die(f"{s.data_dir} is not what this checkpoint was trained on: choose other --tasks")
     n_completion = n_completion or max(1, min(32, s.seq_len // 4))
     n_context = n_context or 2 * n_completion
@@ -317,9 +321,12 @@ def add_log_probabilities(totals, model, rows, wanted):
         mask = make_mask(segments.to(device), positions.to(device), prefix.to(device))
     h = model.hidden(tokens.to(device), mask, positions.to(device))
     row_index, place = torch.tensor(places, device=device).T
-    logits = model.head(h[row_index, place]).float()
+    states = h[row_index, place]
     targets = torch.tensor(targets, device=device)
-    losses = F.cross_entropy(logits, targets, reduction="none").cpu()  # the one wait for a GPU
+    losses = []
+    for x, target in zip(states.split(MAX_LOGITS), targets.split(MAX_LOGITS)):
+        losses.append(F.cross_entropy(model.head(x).float(), target, reduction="none"))
+    losses = torch.cat(losses).cpu()  # the one wait for a GPU
     if not losses.isfinite().all():
         die("this model's predictions are not finite: its training has diverged")
     for (mode, read), loss in zip(uses, losses.tolist()):
@@ -636,9 +643,8 @@ def main():
         dump(args.dump, questions, {})
         return
 
-    device, _ = choose_device()
-    rank, world = join_ranks(device)
     trained = load_model(args.ckpt)
+    rank, world = join_ranks(trained.model.embed.weight.device.type)
     modes = make_modes(args.modes, args.pll, args.mc, trained.special.mask)
     questions = {}
     n_cut = 0

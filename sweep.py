@@ -223,11 +223,20 @@ async def run_all(args, entries, n_jobs):
     try:
         for finished in tqdm(asyncio.as_completed(tasks), desc="runs", total=len(tasks)):
             entry = await finished
-            with open(args.results, "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            append_line(args.results, json.dumps(entry))
     except asyncio.CancelledError:
         print("\nstopping; runs save first, and the same command continues them", file=sys.stderr)
         raise
+
+
+def append_line(path, line):
+    """Append a line to a file: all of it, or on a full disk nothing."""
+    content = line.encode() + b"\n"
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(content) < len(content):
+            file.truncate(end)
+            raise OSError(f"could not write to {path}: is the disk full?")
 
 
 async def run_one(args, entry, slots):
@@ -240,7 +249,7 @@ async def run_one(args, entry, slots):
     log = folder / "log.jsonl"
     async with slots:
         flags = [f"--{setting}={entry[setting]}" for setting in ("repetitions", "alpha", "seed")]
-        flags += [f"--out_dir={folder}", f"--resume={(folder / 'ckpt.pt').exists()}"]
+        flags += [f"--out_dir={folder}", f"--resume={any(folder.glob('ckpt*.pt'))}"]
         await call(folder, "train.py", args.config, *args.train_flags, *flags)
         if args.eval:
             flags = [f"--ckpt={folder}", f"--json={folder / 'eval.json'}"]

@@ -78,15 +78,12 @@ def say(*text):
 
 
 # ---- the run directory: a new run, one to resume, or one that starts from another ----------------
-has_run = len(list_checkpoints(s.out_dir)) > 0
 restarted = any_rank(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")  # by torchrun
-resume = s.resume
 if rank == 0:
     lock = lock_run(s.out_dir, wait=restarted)
-    # A restarted job resumes what it has begun itself, and nothing else.
-    if restarted and has_run and began_this_run(lock):
-        resume = True
-resume = any_rank(resume)
+has_run = any_rank(len(list_checkpoints(s.out_dir)) > 0)  # now that nobody else writes there
+# A restarted job resumes what it has begun itself, and nothing else.
+resume = any_rank(s.resume or (rank == 0 and restarted and has_run and began_this_run(lock)))
 if resume and not has_run:
     die(f"there is no checkpoint in {s.out_dir}: nothing to resume")
 if has_run and not resume:
@@ -194,17 +191,16 @@ bits_per_byte = 1 / (math.log(2) * bytes_per_token(corpus, s))  # of one nat per
 def validate():
     """Return both held-out losses, in nats per token and bits per byte, on any number of ranks."""
     total = torch.zeros(3, dtype=torch.float64)  # sum of AR losses, of MD losses; targets
-    n_batches = math.ceil(count_val_windows(corpus, s) / s.micro_batch_size)
+    n_batches = math.ceil(count_val_windows(corpus, s) / s.micro_batch_size / world)
     silent = True if rank > 0 else None  # None: only a terminal shows it
-    batches = tqdm(val_batches(corpus, s), "validation", n_batches, leave=False, disable=silent)
-    for i, (ar, md) in enumerate(batches):
-        if i % world == rank:
-            losses = []
-            for batch in (ar, md):
-                # z_loss does not enter ce. With it, the compiled code is that of training.
-                _, ce = model.loss(batch.to(device), s.z_loss)
-                losses.append(ce.item())
-            total += torch.tensor([*losses, ar.weights.sum()], dtype=torch.float64)
+    batches = val_batches(corpus, s, rank, world)
+    for ar, md in tqdm(batches, "validation", n_batches, leave=False, disable=silent):
+        losses = []
+        for batch in (ar, md):
+            # z_loss does not enter ce. With it, the compiled code is that of training.
+            _, ce = model.loss(batch.to(device), s.z_loss)
+            losses.append(ce.item())
+        total += torch.tensor([*losses, ar.weights.sum()], dtype=torch.float64)
     total_ar, total_md, n_targets = sum_over_ranks(total).tolist()
     val_ar = total_ar / n_targets
     val_md = total_md / n_targets
@@ -276,12 +272,12 @@ signal.signal(signal.SIGINT, ask_to_stop)
 
 # ---- what this run will do -----------------------------------------------------------------------
 alpha = Fraction(s.alpha)
-R = s.repetitions
+R = s.max_steps * s.batch_size / stream.W  # less than was asked for if there are few windows
 deviation = math.sqrt(R * alpha * (1 - alpha))
 say(
     f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, "
     f"{str(dtype).removeprefix('torch.')}; {s.data_dir}: {stream.W * s.seq_len:,} unique tokens "
-    f"x {R} repetitions"
+    f"x {R:g} repetitions"
 )
 say(
     f"alpha {alpha}: a token is seen by AR {float(alpha * R):g} times on average, by MD "

@@ -162,7 +162,9 @@ class KillSeries:
     def finishes(self, out, world, kind):
         """Start or resume a run and kill it; say whether it has finished before."""
         newest = self.find_newest(out)
-        settings = RUN | dict(out_dir=out.relative_to(self.folder), resume=newest > 0)
+        settings = RUN | dict(
+            out_dir=out.relative_to(self.folder), resume=any(out.glob("ckpt*.pt"))
+        )
         output = out.with_suffix(".txt")
         output.parent.mkdir(exist_ok=True)
         # A rank that waits for one that never came would wait for minutes.

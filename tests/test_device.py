@@ -68,6 +68,14 @@ def test_each_process_takes_its_device_or_the_only_one(
     assert ("set_device", chosen) in calls
 
 
+def test_more_processes_than_gpus_are_one_line(gpus, monkeypatch):
+    gpus(8, True)
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    monkeypatch.setattr("errors.let_the_first_rank_speak", lambda: None)
+    with pytest.raises(SystemExit, match="this host has 8 GPUs"):
+        choose_device()
+
+
 def test_attention_does_not_go_through_cudnn(gpus):
     calls = gpus(1, True)
     choose_device()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import sweep
-from conftest import flags, read_log, run
+from conftest import ROOT, flags, read_log, run
 
 ALPHAS = ["0", "1/8", "1/4", "1/2", "3/4", "7/8", "1"]
 
@@ -356,6 +356,16 @@ def test_a_stopped_sweep_saves_and_continues(corpus, tmp_path):
     after = read_log(folder)
     assert after[: len(before)] == before  # speeds included: resumed, not begun anew
     assert after[-1]["done"] and len(sweep.read_runs(tmp_path / "out/r.jsonl")) == 1
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path):
+    pytest.importorskip("resource")
+    code = f"import sys; sys.path.insert(0, {ROOT!r}); import resource, pathlib, sweep"
+    code += "; resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))"
+    code += "; [sweep.append_line(pathlib.Path('r'), 'x' * 19) for _ in range(2)]"
+    output = run(sys.executable, "-c", code, cwd=tmp_path, code=1)
+    assert "is the disk full?" in output
+    assert (tmp_path / "r").read_text() == "x" * 19 + "\n"
 
 
 def test_no_run_outlives_a_sweep_that_was_killed(corpus, tmp_path):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from checkpoint import load_model, overfits
+from checkpoint import find_checkpoint, load_model, overfits
 from conftest import (
     N_SPECIAL,
     ROOT,
@@ -113,6 +113,12 @@ def test_start_up_names_the_mean_and_spread_of_repetitions(corpus):
     assert "by AR 1 times on average, by MD 3 times (standard deviation 0.9)" in output
 
 
+def test_repetitions_are_those_that_the_windows_allow(corpus):
+    """16 windows in all, a fifteenth of them unique: two, each read 8 times."""
+    output = train(corpus, "out/few", alpha="1/2", repetitions=15, max_steps=2)
+    assert "x 8 repetitions" in output and "by AR 4 times" in output
+
+
 def test_overfit_is_the_papers_definition():
     """2% above the best held-out loss while training improves; noise and divergence are not."""
 
@@ -128,6 +134,14 @@ def test_overfit_is_the_papers_definition():
     # The training loss is its mean since the last validation.
     between = [{"train_ar": 2.0}, {"train_ar": 9.0, "val_ar": 4.8}]
     assert not overfits(records((5, 5), (4, 4.5)) + between, "ar")
+
+
+def test_a_first_checkpoint_without_its_last_name_is_found(tmp_path):
+    """A process killed between the names of its first checkpoint leaves only ckpt_3.pt."""
+    (tmp_path / "ckpt_3.pt").touch()
+    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt_3.pt")
+    (tmp_path / "ckpt.pt").touch()
+    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt.pt")
 
 
 # ---- the same bits -------------------------------------------------------------------------------
