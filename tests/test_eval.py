@@ -293,6 +293,16 @@ def test_equal_items_of_several_questions_are_one(trained):
     assert sum(len(question.given) for question in questions) == 2 * (n_distinct + 1)
 
 
+def test_scores_do_not_depend_on_how_many_logits_exist_at_a_time(trained, monkeypatch):
+    questions, _ = ev.make_questions(CHAR, DOCUMENTS, trained)
+    items = ev.distinct_items(questions)
+    expected, _ = score(trained.model, items, ["ar", "pll"])
+    monkeypatch.setattr(ev, "MAX_LOGITS", 3)
+    found, _ = score(trained.model, items, ["ar", "pll"])
+    for mode in expected:
+        np.testing.assert_allclose(found[mode], expected[mode], rtol=1e-5)
+
+
 def test_padding_is_small_and_not_seen(trained, task_files):
     documents = ev.read_task("mmlu", task_files, 2)
     questions, _ = ev.make_questions(TASKS["mmlu"], documents, trained)
@@ -399,6 +409,12 @@ def test_heldout_refuses_other_data(trained):
     other = trained._replace(checkpoint={**trained.checkpoint, "data": {}})
     with pytest.raises(SystemExit, match="not what this checkpoint was trained on"):
         ev.heldout_questions(other, 1)
+
+
+def test_an_imported_model_without_held_out_text_is_sent_to_the_tasks(trained, tmp_path):
+    settings = tiny_settings(data_dir=str(tmp_path / "none"))
+    with pytest.raises(SystemExit, match="imported model has no held-out text.*prepare.py --tasks"):
+        ev.heldout_questions(trained._replace(settings=settings), 1)
 
 
 def test_heldout_refuses_data_of_another_tokenizer(trained):
