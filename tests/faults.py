@@ -152,7 +152,9 @@ def report_threads():
     def count():
         names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
         n_threads = sum("gloo" in name for name in names)
-        print(f"{n_threads} threads of gloo at the end", flush=True)
+        # In one write, on a line of its own: the ranks share the output, and print() may write
+        # a line and its end apart.
+        os.write(1, f"\n{n_threads} threads of gloo at the end\n".encode())
 
     atexit.register(count)  # what is registered first is called last
 
