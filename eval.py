@@ -130,11 +130,12 @@ def encode_items(context, completions, trained):
     return [Item(kept, tuple(ids[border:])) for ids in joint], start > 0
 
 
-def heldout_questions(trained, n_questions, n_context=0, n_completion=0):
+def heldout_questions(trained, n_questions, n_context=0, n_completion=0, stride=0):
     """Return questions about held-out passages: the true continuation against three others.
 
     The others continue other passages, and all have n_completion tokens. The order of the passages
-    is fixed: models that were trained on the same data get the same questions.
+    is fixed: models that were trained on the same data get the same questions. Passages do not
+    overlap, unless the stride from one to the next is shorter than they are.
     """
     s = trained.settings
     is_imported = "data" not in trained.checkpoint
@@ -151,7 +152,8 @@ def heldout_questions(trained, n_questions, n_context=0, n_completion=0):
     tokens, starts = corpus.val
     places = []  # where passages start
     for start, end in itertools.pairwise(starts.tolist()):
-        places += range(start + 1, end - length + 1, length)  # a document's first token is <s>
+        # A document's first token is <s>.
+        places += range(start + 1, end - length + 1, stride or length)
     if len(places) < 4 or length >= s.seq_len:
         die(
             f"{s.data_dir} has {len(places)} held-out passages of {length} tokens, and the window "
@@ -562,6 +564,7 @@ def parse_arguments():
     add("--limit", type=int, default=0, help="documents of each subtask (all; 1000 of heldout)")
     add("--context", type=int, default=0, help="tokens of a context of heldout (2 completions)")
     add("--completion", type=int, default=0, help="tokens of a completion of heldout (up to 32)")
+    add("--stride", type=int, default=0, help="tokens from one passage of heldout to the next")
     add("--json", default="", help="a file to write the results to")
     add("--dump", default="", help="a file to write every string and log-likelihood to")
     args = parser.parse_args()
@@ -574,8 +577,8 @@ def parse_arguments():
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll):
         die("--pll takes numbers of masks, such as 1,6")
     args.pll = sorted({int(n) for n in args.pll.split(",")})
-    if min(args.mc, args.limit, args.context, args.completion) < 0:
-        die("--mc, --limit, --context and --completion take numbers from 0")
+    if min(args.mc, args.limit, args.context, args.completion, args.stride) < 0:
+        die("--mc, --limit, --context, --completion and --stride take numbers from 0")
     if args.mc > 0 and "mc" not in args.modes:
         args.modes.append("mc")
     args.mc = args.mc or 256
@@ -651,7 +654,8 @@ def main():
     for name in args.tasks:
         if name == "heldout":
             n = args.limit or ALL_TASKS[name].n_documents
-            questions[name] = heldout_questions(trained, n, args.context, args.completion)
+            lengths = args.context, args.completion, args.stride
+            questions[name] = heldout_questions(trained, n, *lengths)
         else:
             questions[name], n_cut_here = make_questions(TASKS[name], documents[name], trained)
             n_cut += n_cut_here

@@ -582,7 +582,9 @@ def draw_mean(ax, column, log_R, surface):
     filled = ax.contourf(*grid, levels=14, alpha=0.8, cmap=colors, norm=norm)
     lines = ax.contour(*grid, levels=filled.levels[::2], colors="k", linewidths=0.4)
     ax.clabel(lines, fontsize=8)
-    ax.set_title(f"{TITLES.get(column, column)}  (R² {surface.r2:.2f})", fontsize=11)
+    # A single count of masks, such as pll6, has the title of pll.
+    title = TITLES.get(column) or TITLES.get(column.rstrip("123456"), column)
+    ax.set_title(f"{title}  (R² {surface.r2:.2f})", fontsize=11)
 
 
 def draw_probability(ax, column, log_R, surface):

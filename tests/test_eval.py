@@ -387,6 +387,20 @@ def test_heldout_takes_1000_passages_or_as_many_as_asked(checkpoint, tmp_path, m
     assert count(*short, "--limit", 1003) == 1003
 
 
+def test_a_stride_of_one_completion_asks_for_every_token_once(trained):
+    """Completions do not overlap, contexts do; a document's first context is never asked for."""
+    tokens, starts = open_corpus(trained.settings.data_dir, trained.settings.vocab_size).val
+    expected = []
+    for start, end in itertools.pairwise(starts.tolist()):
+        for place in range(start + 1 + 16, end - 3, 4):
+            expected.append(tuple(tokens[place - 16 : place + 4].tolist()))
+    questions = ev.heldout_questions(trained, 10**6, n_context=16, n_completion=4, stride=4)
+    true_items = [question.given[question.document.gold] for question in questions]
+    passages = [item.context[1:] + item.completion for item in true_items]
+    assert sorted(passages) == sorted(expected)
+    assert len(passages) > 3 * len(ev.heldout_questions(trained, 10**6, 16, 4))
+
+
 @pytest.mark.parametrize("n_context, n_completion, expected", [(0, 0, (64, 32)), (40, 5, (40, 5))])
 def test_lengths_of_heldout_can_be_chosen(n_context, n_completion, expected, trained):
     (question,) = ev.heldout_questions(trained, 1, n_context, n_completion)

@@ -543,11 +543,12 @@ def test_maps_show_overfitted_runs_and_the_papers_rule(tmp_path):
     records = made_up_records(seeds=(1, 2))
     for record in records:
         record["acc_prefix_minus_ar"] = 0.1 * record["val_ar"] - 0.42
+        record["acc_pll6"] = record.pop("acc_ar")
     runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", records))
-    columns = ["acc_ar", "val_ar", "acc_prefix_minus_ar"]
+    columns = ["acc_pll6", "val_ar", "acc_prefix_minus_ar"]
     axes = sweep.draw_maps(runs, columns).axes
     assert [ax.get_title().split("  ")[0] for ax in axes[:3]] == [
-        "AR accuracy, %",
+        "PLL accuracy, %",
         "held-out AR loss",
         "prefix − AR, points",
     ]
