@@ -375,7 +375,7 @@ SWEEP = {
         "did you mean 'val_ar'?",
         write("a.jsonl", RUN_LINE),
     ),
-    "no grid": script("sweep.py run --config config/tiny.py", "which runs?"),
+    "no grid": script("sweep.py run --config config/parity.py", "which runs?"),
 }
 
 TABLES = {

@@ -1,0 +1,68 @@
+"""assets/ladder.py: runs are compared with their rivals of the same seed, size and R."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, random_model, tiny_settings
+
+sys.path.append(f"{ROOT}/assets")
+import ladder  # noqa: E402
+
+SETTINGS = {24: "config/parity.py --n_embd=24 --n_ff=66", 48: "config/parity.py"}
+
+
+def made_up_runs():
+    """Return runs whose columns grow with alpha, by a slope of width + R, and vary with seeds."""
+    shares = {"0": 0, "1/2": 0.5, "15/16": 15 / 16, "1": 1}
+    noise = np.random.default_rng(0)
+    for width, settings in SETTINGS.items():
+        for R in (16, 64):
+            for seed in (1, 2, 3):
+                base = 100 * noise.random()  # a seed may be good or bad as a whole
+                for alpha, share in shares.items():
+                    run = {"repetitions": R, "alpha": alpha, "seed": seed, "settings": settings}
+                    for column, _, _ in ladder.PANELS:
+                        run[column] = base + share * (width + R)
+                    yield run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, width in (("parity.jsonl", 48), ("ladder.jsonl", 24)):
+        lines = [json.dumps(run) for run in made_up_runs() if run["settings"] == SETTINGS[width]]
+        (tmp_path / name).write_text("\n".join(lines))
+    return ladder.read_runs(tmp_path)
+
+
+@pytest.mark.parametrize("R, width", [(16, 24), (64, 48)])
+def test_seeds_are_compared_in_pairs(runs, R, width):
+    mean, error, n_seeds = ladder.compare(runs[R, width, "1/2"], runs[R, width, "1"], "acc_ar")
+    assert mean == pytest.approx(-0.5 * (width + R))
+    assert error == pytest.approx(0, abs=1e-9)
+    assert n_seeds == 3
+
+
+def test_one_seed_has_no_error(runs):
+    one = {2: runs[16, 24, "1/2"][2]}
+    mean, error, n_seeds = ladder.compare(one, runs[16, 24, "0"], "val_md")
+    assert mean == pytest.approx(20) and np.isnan(error) and n_seeds == 1
+    mean, error, n_seeds = ladder.compare(one, {}, "val_md")
+    assert np.isnan(mean) and np.isnan(error) and n_seeds == 0
+
+
+@pytest.mark.parametrize("width, n_ff", [(24, 66), (48, 132), (96, 264)])
+def test_sizes_are_those_of_the_matrices_of_the_model(width, n_ff):
+    model = random_model(tiny_settings(n_layer=2, n_head=2, n_embd=width, n_ff=n_ff))
+    matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
+    assert ladder.count_parameters(width) == sum(p.numel() for p in matrices)
+
+
+def test_a_figure_is_drawn(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ladder, "ASSETS", tmp_path)
+    ladder.main()
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    line = "acc_pll6, R = 64, 56,448 parameters: alpha = 1/2 minus 0 +56.000 ± 0.000 (3 seeds)"
+    assert line in capsys.readouterr().out
