@@ -44,11 +44,12 @@ def read_runs(folder):
 
 
 def compare(runs, rivals, column):
-    """Return how far runs are above their rivals, on average over the seeds that both have.
+    """Return how far runs are above their rivals in a column, its error, and the number of seeds.
 
-    The error is the standard error of this mean. Both are nan where there are too few seeds.
+    It is the mean over the seeds for which both have this column, and the standard error of that
+    mean; nan where there are too few seeds.
     """
-    seeds = sorted(set(runs) & set(rivals))
+    seeds = [s for s in runs if s in rivals and column in runs[s] and column in rivals[s]]
     differences = np.array([runs[seed][column] - rivals[seed][column] for seed in seeds])
     mean = differences.mean() if len(seeds) > 0 else np.nan
     error = differences.std(ddof=1) / len(seeds) ** 0.5 if len(seeds) > 1 else np.nan

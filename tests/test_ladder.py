@@ -1,4 +1,4 @@
-"""assets/ladder.py: runs are compared with their rivals of the same seed, size and R."""
+"""assets/ladder.py and rivals.py: a run is compared with its rival of the same seed, size and R."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from conftest import ROOT, random_model, tiny_settings
 
 sys.path.append(f"{ROOT}/assets")
 import ladder  # noqa: E402
+import rivals  # noqa: E402
 
 SETTINGS = {24: "config/parity.py --n_embd=24 --n_ff=66", 48: "config/parity.py"}
 
@@ -49,8 +50,9 @@ def test_one_seed_has_no_error(runs):
     one = {2: runs[16, 24, "1/2"][2]}
     mean, error, n_seeds = ladder.compare(one, runs[16, 24, "0"], "val_md")
     assert mean == pytest.approx(20) and np.isnan(error) and n_seeds == 1
-    mean, error, n_seeds = ladder.compare(one, {}, "val_md")
-    assert np.isnan(mean) and np.isnan(error) and n_seeds == 0
+    for rivals_of_none in ({}, {2: {"val_ar": 1.0}}):
+        mean, error, n_seeds = ladder.compare(one, rivals_of_none, "val_md")
+        assert np.isnan(mean) and np.isnan(error) and n_seeds == 0
 
 
 @pytest.mark.parametrize("width, n_ff", [(24, 66), (48, 132), (96, 264)])
@@ -66,3 +68,41 @@ def test_a_figure_is_drawn(runs, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     line = "acc_pll6, R = 64, 56,448 parameters: alpha = 1/2 minus 0 +56.000 ± 0.000 (3 seeds)"
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "R, alpha, settings, name",
+    [
+        (64, "1/2", "config/parity.py", "alpha = 1/2, weight decay 0.1"),
+        (64, "1", "config/parity.py --weight_decay=0.3", "alpha = 1, weight decay 0.3"),
+        (
+            16,
+            "1",
+            "config/parity.py --max_steps=320 --weight_decay=0.3",
+            "alpha = 1, weight decay 0.3, stopped after 16",
+        ),
+        (16, "1", "config/parity.py", None),
+    ],
+)
+def test_rivals_are_runs_with_the_text_of_64_repetitions(R, alpha, settings, name):
+    assert rivals.name_of({"repetitions": R, "alpha": alpha, "settings": settings}) == name
+
+
+def test_the_mix_is_compared_with_every_rival(tmp_path, monkeypatch, capsys):
+    mix = {"repetitions": 64, "alpha": "1/2", "settings": "config/parity.py"}
+    stopped = {"repetitions": 16, "alpha": "1", "settings": "config/parity.py --max_steps=320"}
+    other = {"repetitions": 16, "alpha": "1", "settings": "config/parity.py", "seed": 1}
+    parity, rival = [other], []
+    for seed, gain in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        parity.append(mix | {"seed": seed, "val_ar": seed - gain})
+        decayed = mix["settings"] + " --weight_decay=0.3"
+        rival.append(mix | {"seed": seed, "val_ar": seed - 2 * gain, "settings": decayed})
+        rival.append(stopped | {"seed": seed, "val_ar": seed})
+    for name, runs in (("parity.jsonl", parity), ("rivals.jsonl", rival)):
+        (tmp_path / name).write_text("\n".join(json.dumps(run) for run in runs))
+    monkeypatch.setattr(rivals, "ASSETS", tmp_path)
+    rivals.main()
+    expected = (
+        "0.1, minus alpha = 1, weight decay 0.1, stopped after 16\n  val_ar        -0.200 ± 0.058"
+    )
+    assert expected in capsys.readouterr().out
