@@ -564,7 +564,7 @@ def parse_arguments():
     add("--limit", type=int, default=0, help="documents of each subtask (all; 1000 of heldout)")
     add("--context", type=int, default=0, help="tokens of a context of heldout (2 completions)")
     add("--completion", type=int, default=0, help="tokens of a completion of heldout (up to 32)")
-    add("--stride", type=int, default=0, help="tokens from one passage of heldout to the next")
+    add("--stride", type=int, default=0, help="tokens from one passage to the next (their length)")
     add("--json", default="", help="a file to write the results to")
     add("--dump", default="", help="a file to write every string and log-likelihood to")
     args = parser.parse_args()

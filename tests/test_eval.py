@@ -870,7 +870,7 @@ def test_every_flag_has_a_help_text(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         evaluate(monkeypatch, "--help")
     _, *flags = re.split(r"\n  (?=--)", capsys.readouterr().out)
-    assert len(flags) == 11
+    assert len(flags) == 12
     for flag in flags:
         name, placeholder, *text = flag.split()
         assert text, name
