@@ -71,14 +71,16 @@ def main():
                 for width, size in zip(widths, sizes):
                     pair = runs[R, width, alpha], runs[R, width, rival]
                     mean, error, n_seeds = compare(*pair, column)
-                    print(
-                        f"{column}, R = {R}, {size:,} parameters: alpha = {alpha} minus {rival} "
-                        f"{mean:+.3f} ± {error:.3f} ({n_seeds} seeds)"
-                    )
+                    if n_seeds > 0:
+                        print(
+                            f"{column}, R = {R}, {size:,} parameters: alpha = {alpha} minus "
+                            f"{rival} {mean:+.3f} ± {error:.3f} ({n_seeds} seeds)"
+                        )
                     means.append(mean)
                     errors.append(error)
                 ax.errorbar(sizes, means, errors, fmt="o-", color=color, capsize=2, ms=4)
-                ax.annotate(f"  α = {alpha}", (sizes[-1], means[-1]), color=color, va="center")
+                measured = [point for point in zip(sizes, means) if not np.isnan(point[1])]
+                ax.annotate(f"  α = {alpha}", measured[-1], color=color, va="center")
             ax.set(xscale="log", xlim=(sizes[0] * 0.7, sizes[-1] * 4))
             ax.set_xticks(sizes, [f"{size / 1000:.0f}k" for size in sizes])
             ax.minorticks_off()
