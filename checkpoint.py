@@ -19,10 +19,10 @@ import tokenizers
 import torch
 
 from configurator import FREE_ON_RESUME, MODEL_SETTINGS, Settings, check
-from data import SpecialIds, find_special_ids, parse_tokenizer
 from device import choose_device
 from errors import die
 from model import Transformer
+from tokenizer import SpecialIds, find_special_ids, parse_tokenizer
 
 try:
     import fcntl

@@ -4,6 +4,7 @@ The settings of a run: defaults, changed by config files, then by the command li
 A config file is plain Python that assigns settings. It is executed: run only files you trust.
 """
 
+import argparse
 import ast
 import dataclasses
 import glob
@@ -80,6 +81,23 @@ ALIASES = {
     "block_size": "seq_len",
     "context_length": "seq_len",
 }
+
+
+# ---- the command line of every script ------------------------------------------------------------
+class Parser(argparse.ArgumentParser):
+    """Python's, except that a mistake is one line."""
+
+    def error(self, message):
+        die(f"{message}; {self.prog} -h lists the flags")
+
+
+def make_parser(doc):
+    """Return the parser of a script, whose docstring is its help."""
+    return Parser(
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 # ---- reading them --------------------------------------------------------------------------------

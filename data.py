@@ -23,33 +23,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tokenizers
 import torch
 from numpy.random import default_rng  # default_rng(key): the same key, the same numbers
 
 from errors import die
+from tokenizer import SpecialIds, find_special_ids, parse_tokenizer
 
 FORMAT_VERSION = 1
 FILES = ("train.bin", "train.idx", "val.bin", "val.idx", "tokenizer.json")
-
-# The first ids of a tokenizer that prepare.py trains, in this order.
-SPECIAL_TOKENS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"]
-SPECIAL_TOKENS += [f"<special_{i}>" for i in range(11)]
-
-# What other people's tokenizers call the token that opens a document.
-BOS_NAMES = ["<s>", "<|begin_of_text|>", "<|endoftext|>"]
 
 # Second entry of a generator's key, after the seed: one stream of random numbers per purpose.
 SUBSET, EPOCH, COUNTS, MASKS = range(4)
 
 
 # ---- opening a prepared folder -------------------------------------------------------------------
-class SpecialIds(NamedTuple):
-    bos: int  # opens every document
-    mask: int  # hides a token
-    all: tuple[int, ...]  # these and the other special tokens: never masked
-
-
 class Split(NamedTuple):
     tokens: np.ndarray  # (number of tokens,)
     starts: np.ndarray  # (documents + 1,): where each document starts, and the end
@@ -61,35 +48,6 @@ class Corpus(NamedTuple):
     tokenizer_json: str  # the text of tokenizer.json
     special: SpecialIds
     files: dict  # {name: fingerprint}: tells whether a run continues on the same data
-
-
-def find_special_ids(tokenizer_json):
-    """Return the special ids of a tokenizer, given the text of its tokenizer.json."""
-    ids = {}
-    for token in json.loads(tokenizer_json)["added_tokens"]:
-        if token["special"]:
-            ids[token["content"]] = token["id"]
-    names = [name for name in BOS_NAMES if name in ids]
-    if not names or "<mask>" not in ids:
-        raise ValueError(f"the tokenizer has no <mask>, or none of {', '.join(BOS_NAMES)}")
-    return SpecialIds(ids[names[0]], ids["<mask>"], tuple(sorted(ids.values())))
-
-
-def parse_tokenizer(tokenizer_json):
-    """Return the tokenizer that the text of a tokenizer.json describes, or raise a ValueError.
-
-    It encodes a text whole, whatever its length, and a literal <mask> in it as text.
-    """
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # it is written in Rust, and panics with a kind of its own
-        raise ValueError(f"no tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
 
 
 def token_dtype(vocab_size):

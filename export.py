@@ -29,9 +29,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import load_model
 from configurator import Settings, check
-from data import find_special_ids, parse_tokenizer
 from model import Transformer
-from prepare import is_ours, with_mask_token
+from tokenizer import find_special_ids, is_ours, parse_tokenizer, with_mask_token
 
 
 # ---- what a layer is called ----------------------------------------------------------------------

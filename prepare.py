@@ -40,19 +40,18 @@ if __name__ == "__main__":
 
 import numpy as np
 import tiktoken
-import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
 from configurator import load_settings
-from data import (
-    FILES,
-    FORMAT_VERSION,
+from data import FILES, FORMAT_VERSION, fingerprint, token_dtype
+from tokenizer import (
     SPECIAL_TOKENS,
     find_special_ids,
-    fingerprint,
+    is_ours,
     parse_tokenizer,
-    token_dtype,
+    read_tokenizer,
+    train_tokenizer,
 )
 
 FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -239,78 +238,6 @@ def choose_split(hashes, sizes, val_fraction):
         if not val.any():
             val[order[0]] = True
     return keep, val
-
-
-# ---- tokenizers ----------------------------------------------------------------------------------
-def new_tokenizer():
-    """Return an empty byte-level BPE; without a normalizer, decode(encode(text)) == text."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return tokenizer
-
-
-def train_tokenizer(texts, vocab_size):
-    """Return the tokenizer.json of a BPE. Its ids: special tokens, the 256 bytes, the merges."""
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer = new_tokenizer()
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str(pretty=True)
-
-
-def with_mask_token(tokenizer_json):
-    """Return the tokenizer.json with a special token <mask>; if it had none, with the next id."""
-    config = json.loads(tokenizer_json)
-    if any(token["content"] == "<mask>" for token in config["added_tokens"]):
-        return tokenizer_json
-
-    vocab = parse_tokenizer(tokenizer_json).get_vocab()
-    mask = vocab.get("<mask>", 1 + max(vocab.values()))
-    token = {
-        "id": mask,
-        "content": "<mask>",
-        "special": True,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-    }
-    config["added_tokens"].append(token)
-    tokenizer_json = json.dumps(config, ensure_ascii=False, indent=2)
-
-    # `tokenizers` counts the tokens to find a new id: wrong if some ids are unused.
-    if parse_tokenizer(tokenizer_json).token_to_id("<mask>") != mask:
-        raise ValueError("some of its ids are unused, so that no <mask> can be added")
-    return tokenizer_json
-
-
-def read_tokenizer(path):
-    """Return the tokenizer.json at `path`, with a <mask>."""
-    try:
-        tokenizer_json = with_mask_token(Path(path).read_text("utf-8"))
-        # These two refuse what cannot be used.
-        parse_tokenizer(tokenizer_json)
-        find_special_ids(tokenizer_json)
-    except Exception as error:  # a damaged file can raise anything
-        die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")
-    return tokenizer_json
-
-
-def is_ours(tokenizer):
-    """Say whether a tokenizer is one of train_tokenizer's, whatever its vocabulary."""
-    ours = new_tokenizer()
-    ours.add_special_tokens(SPECIAL_TOKENS)
-    configs = [json.loads(ours.to_str()), json.loads(tokenizer.to_str())]
-    for config in configs:
-        config.pop("post_processor")  # it only adds special tokens, which we never ask for
-        config["model"].pop("vocab")
-        config["model"].pop("merges", None)
-    return configs[0] == configs[1]
 
 
 # ---- encoding ------------------------------------------------------------------------------------

@@ -39,12 +39,13 @@ import prepare  # noqa: E402
 import sample  # noqa: E402
 from checkpoint import Trained  # noqa: E402
 from configurator import Settings, check  # noqa: E402
-from data import Batch, Corpus, SpecialIds, Split, Stream, parse_tokenizer, train_batch  # noqa: E402
+from data import Batch, Corpus, Split, Stream, train_batch  # noqa: E402
 from errors import die, suggest, write_atomically  # noqa: E402
 from eval import distinct_items, make_modes, make_questions, score  # noqa: E402
 from model import HeadLoss, Transformer, make_mask  # noqa: E402
 from muon import Muon  # noqa: E402
 from tasks import TASKS, read_task  # noqa: E402
+from tokenizer import SpecialIds, parse_tokenizer, train_tokenizer  # noqa: E402
 
 SMALL = dict(n_layer=8, n_head=8, n_embd=512, n_ff=1776, vocab_size=8192, seq_len=512)
 SMALL |= dict(alpha="1/2", batch_size=16, max_steps=1, decay_steps=0)
@@ -353,7 +354,7 @@ def start_epoch(inputs):
 def embedded_corpus():
     """Return the texts of the embedded corpus, and a tokenizer of 8,192 learned from it."""
     texts = prepare.embedded_corpus()
-    tokenizer = parse_tokenizer(prepare.train_tokenizer(texts, 8192))
+    tokenizer = parse_tokenizer(train_tokenizer(texts, 8192))
     return texts, tokenizer
 
 

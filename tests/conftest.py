@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 import data  # noqa: E402
 from configurator import Settings, check  # noqa: E402
 from model import Transformer  # noqa: E402
+from tokenizer import SpecialIds  # noqa: E402
 
 # A run of seconds: 4 slots of 2 sequences x 32 tokens.
 TINY = dict(
@@ -41,7 +42,7 @@ TINY = dict(
 )
 
 # The special ids of a tokenizer that prepare.py trains.
-SPECIAL = data.SpecialIds(bos=1, mask=4, all=tuple(range(16)))
+SPECIAL = SpecialIds(bos=1, mask=4, all=tuple(range(16)))
 BOS, MASK, N_SPECIAL = 1, 4, 16
 
 

@@ -32,6 +32,7 @@ import export
 import prepare
 import tasks
 from conftest import prose, random_model, tiny_settings
+from tokenizer import read_tokenizer
 
 ODD_VALUES = [None, True, -1, 0, 10**30, -(2**63), 0.5, 1e308, float("nan"), float("inf")]
 ODD_VALUES += ["", "\0", "\ud800", "a" * 5000, "../../x", "/etc/passwd", "1", "-1", "[]"]
@@ -247,7 +248,7 @@ def tokenizer_files(folder):
         spoiled = spoil_json(content["tokenizer"].encode(), rng)
         if rng.random() < 0.5:
             (folder / "tokenizer.json").write_bytes(spoiled)
-            prepare.read_tokenizer(folder / "tokenizer.json")
+            read_tokenizer(folder / "tokenizer.json")
             return
         tokenizer = spoiled.decode("utf-8", "replace")
         torch.save({**content, "tokenizer": tokenizer}, path)

@@ -10,6 +10,7 @@ import tokenizers
 
 import data
 from conftest import BOS, MASK, N_SPECIAL, SPECIAL, make_corpus, tiny_settings
+from tokenizer import find_special_ids, parse_tokenizer
 
 
 def traceable_corpus(n_documents=300, seed=0):
@@ -159,7 +160,7 @@ def test_a_tokenizer_encodes_texts_whole_and_special_tokens_as_text():
     tokenizer.add_special_tokens(["<mask>"])
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=16)
-    parsed = data.parse_tokenizer(tokenizer.to_str())
+    parsed = parse_tokenizer(tokenizer.to_str())
     for text in ("ab", "ab" * 20, "a<mask>b"):
         assert parsed.encode(text).tokens == list(text)
 
@@ -168,11 +169,11 @@ def test_special_ids_come_from_the_tokenizer():
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.add_tokens(["plain"])
     tokenizer.add_special_tokens(["<|pad|>", "<|endoftext|>", "<mask>"])
-    assert data.find_special_ids(tokenizer.to_str()) == (2, 3, (1, 2, 3))
+    assert find_special_ids(tokenizer.to_str()) == (2, 3, (1, 2, 3))
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.add_special_tokens(["<s>"])
     with pytest.raises(ValueError, match="no <mask>"):
-        data.find_special_ids(tokenizer.to_str())
+        find_special_ids(tokenizer.to_str())
 
 
 def test_large_vocabularies_need_four_bytes():

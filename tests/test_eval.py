@@ -19,10 +19,11 @@ import eval as ev
 import model as model_file
 from checkpoint import Trained
 from conftest import BOS, MASK, ROOT, SPECIAL, random_model, run, tiny_settings
-from data import SpecialIds, open_corpus, parse_tokenizer
+from data import open_corpus
 from eval import Item, Question
 from tasks import TASKS, Document, Task
 from test_tasks import make_record, write_tasks
+from tokenizer import SpecialIds, parse_tokenizer
 
 RAW = Task("raw", 1 / 2, 0)
 CHAR = Task("char", 1 / 4, 0)

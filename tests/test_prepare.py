@@ -28,9 +28,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import data
 import prepare
 from conftest import ROOT, prose
+from tokenizer import SPECIAL_TOKENS, find_special_ids, with_mask_token
 
 SCRIPT = os.path.join(ROOT, "prepare.py")
-N_SPECIAL = len(data.SPECIAL_TOKENS)
+N_SPECIAL = len(SPECIAL_TOKENS)
 
 
 def run_prepare(*argv):
@@ -161,8 +162,8 @@ def test_every_document_is_there_once_behind_its_bos(plain, texts):
 
 def test_the_special_tokens_have_the_first_ids(plain):
     tokenizer = load_tokenizer(plain / "out")
-    assert [tokenizer.id_to_token(i) for i in range(N_SPECIAL)] == data.SPECIAL_TOKENS
-    special = data.find_special_ids((plain / "out" / "tokenizer.json").read_text())
+    assert [tokenizer.id_to_token(i) for i in range(N_SPECIAL)] == SPECIAL_TOKENS
+    special = find_special_ids((plain / "out" / "tokenizer.json").read_text())
     assert special == (1, 4, tuple(range(N_SPECIAL)))
 
 
@@ -304,7 +305,7 @@ def encode(tokenizer):
     return prepare.make_encoder(tokenizer, np.uint16)
 
 
-PARTS = [*data.SPECIAL_TOKENS, " ", "\n", "  ", "\u3000", "'s", "'ll", "e\u0301"]
+PARTS = [*SPECIAL_TOKENS, " ", "\n", "  ", "\u3000", "'s", "'ll", "e\u0301"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -501,9 +502,9 @@ def test_large_vocabularies_have_four_bytes_a_token(tmp_path, n_words, dtype):
 
 def test_a_mask_is_added_once_and_always_the_same():
     tokenizer_json = like_llama3().to_str()
-    with_mask = prepare.with_mask_token(tokenizer_json)
-    assert with_mask == prepare.with_mask_token(tokenizer_json)
-    assert with_mask == prepare.with_mask_token(with_mask)
+    with_mask = with_mask_token(tokenizer_json)
+    assert with_mask == with_mask_token(tokenizer_json)
+    assert with_mask == with_mask_token(with_mask)
     old, new = json.loads(tokenizer_json), json.loads(with_mask)
     assert new["added_tokens"][:-1] == old["added_tokens"] and new["model"] == old["model"]
     token = new["added_tokens"][-1]
@@ -513,7 +514,7 @@ def test_a_mask_is_added_once_and_always_the_same():
     )
     # An ordinary token of that name becomes the special one, and keeps its id.
     ordinary = word_level({"<unk>": 0, "<s>": 1, "<mask>": 2, "word": 3}).to_str()
-    assert data.find_special_ids(prepare.with_mask_token(ordinary)) == (1, 2, (0, 1, 2))
+    assert find_special_ids(with_mask_token(ordinary)) == (1, 2, (0, 1, 2))
 
 
 BAD_TOKENIZERS = {

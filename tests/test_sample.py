@@ -17,9 +17,9 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 import sample
 from conftest import BOS, MASK, N_SPECIAL, ROOT, SPECIAL, prose, random_model, tiny_settings
-from data import SPECIAL_TOKENS
 from model import make_mask
 from sample import ORDERS, draw, encode, encode_after_gap, extend, fill
+from tokenizer import SPECIAL_TOKENS
 
 CHI2_26 = 54.05  # exceeded by a chi-square with 26 degrees of freedom once in 1,000
 PROMPTS = [[BOS, 20, 21, 22, 23, 24], [BOS], [BOS, 40, 41]]

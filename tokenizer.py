@@ -1,0 +1,128 @@
+"""
+What a tokenizer is here: a tokenizer.json of the `tokenizers` library, with a token that opens
+every document and a <mask>. prepare.py trains one, or takes another model's.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from errors import die
+
+# The first ids of a tokenizer that we train, in this order.
+SPECIAL_TOKENS = ["<unk>", "<s>", "</s>", "<pad>", "<mask>"]
+SPECIAL_TOKENS += [f"<special_{i}>" for i in range(11)]
+
+# What other people's tokenizers call the token that opens a document.
+BOS_NAMES = ["<s>", "<|begin_of_text|>", "<|endoftext|>"]
+
+
+class SpecialIds(NamedTuple):
+    bos: int  # <s> opens every document
+    mask: int  # <mask> hides a token
+    all: tuple[int, ...]  # these and the other special tokens: never masked
+
+
+def find_special_ids(tokenizer_json):
+    """Return the special ids of a tokenizer, given the text of its tokenizer.json."""
+    ids = {}
+    for token in json.loads(tokenizer_json)["added_tokens"]:
+        if token["special"]:
+            ids[token["content"]] = token["id"]
+    names = [name for name in BOS_NAMES if name in ids]
+    if not names or "<mask>" not in ids:
+        raise ValueError(f"the tokenizer has no <mask>, or none of {', '.join(BOS_NAMES)}")
+    return SpecialIds(ids[names[0]], ids["<mask>"], tuple(sorted(ids.values())))
+
+
+# ---- reading -------------------------------------------------------------------------------------
+def parse_tokenizer(tokenizer_json):
+    """Return the tokenizer that the text of a tokenizer.json describes, or raise a ValueError.
+
+    It encodes a text whole, whatever its length, and a literal <mask> in it as text.
+    """
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it is written in Rust, and panics with a kind of its own
+        raise ValueError(f"no tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def with_mask_token(tokenizer_json):
+    """Return the tokenizer.json with a special token <mask>; if it had none, with the next id."""
+    config = json.loads(tokenizer_json)
+    if any(token["content"] == "<mask>" for token in config["added_tokens"]):
+        return tokenizer_json
+
+    vocab = parse_tokenizer(tokenizer_json).get_vocab()
+    mask = vocab.get("<mask>", 1 + max(vocab.values()))
+    token = {
+        "id": mask,
+        "content": "<mask>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
+    config["added_tokens"].append(token)
+    tokenizer_json = json.dumps(config, ensure_ascii=False, indent=2)
+
+    # `tokenizers` counts the tokens to find a new id: wrong if some ids are unused.
+    if parse_tokenizer(tokenizer_json).token_to_id("<mask>") != mask:
+        raise ValueError("some of its ids are unused, so that no <mask> can be added")
+    return tokenizer_json
+
+
+def read_tokenizer(path):
+    """Return the tokenizer.json at `path`, with a <mask>."""
+    try:
+        tokenizer_json = with_mask_token(Path(path).read_text("utf-8"))
+        # These two refuse what cannot be used.
+        parse_tokenizer(tokenizer_json)
+        find_special_ids(tokenizer_json)
+    except Exception as error:  # a damaged file can raise anything
+        die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")
+    return tokenizer_json
+
+
+# ---- training ------------------------------------------------------------------------------------
+def new_tokenizer():
+    """Return an empty byte-level BPE; without a normalizer, decode(encode(text)) == text."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(texts, vocab_size):
+    """Return the tokenizer.json of a BPE. Its ids: special tokens, the 256 bytes, the merges."""
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer = new_tokenizer()
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
+
+
+def is_ours(tokenizer):
+    """Say whether a tokenizer is one of train_tokenizer's, whatever its vocabulary."""
+    ours = new_tokenizer()
+    ours.add_special_tokens(SPECIAL_TOKENS)
+    configs = [json.loads(ours.to_str()), json.loads(tokenizer.to_str())]
+    for config in configs:
+        config.pop("post_processor")  # it only adds special tokens, which we never ask for
+        config["model"].pop("vocab")
+        config["model"].pop("merges", None)
+    return configs[0] == configs[1]
