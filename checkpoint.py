@@ -2,23 +2,21 @@
 The directory of a run: its lock, its checkpoints, the trained model in them, and whether its log
 shows overfitting.
 
-It holds ckpt.pt (the newest checkpoint), ckpt_decay.pt (the one before the learning rate decays),
-ckpt_STEP.pt (older ones, if asked for) and log.jsonl.
+It holds log.jsonl and ckpt_STEP.pt: the newest checkpoint, the one at which the learning rate
+begins to decay, and milestones.
 """
 
 import glob
 import os
 import pickle
 import re
-import shutil
-import socket
 import zipfile
 from typing import NamedTuple
 
 import tokenizers
 import torch
 
-from configurator import FREE_ON_RESUME, MODEL_SETTINGS, Settings, check
+from configurator import FREE_ON_RESUME, MODEL_SETTINGS, Settings, check, make_settings
 from device import choose_device
 from errors import die
 from model import Transformer
@@ -38,7 +36,7 @@ def lock_run(out_dir, wait):
     it.
     """
     os.makedirs(out_dir, exist_ok=True)
-    file = open(os.path.join(out_dir, ".lock"), "a+")
+    file = open(os.path.join(out_dir, ".lock"), "w")
     if fcntl is None:
         print(f"this system has no file locks: do not train in {out_dir} twice at once")
         return file
@@ -51,86 +49,53 @@ def lock_run(out_dir, wait):
     return file
 
 
-def job_name():
-    """Return a name for the job that started this process, the same after torchrun restarts it."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if name != "none":
-        return name
-    return f"{socket.gethostname()} {os.getppid()}"
-
-
-def began_this_run(lock):
-    """Say whether the run in the locked directory was begun by this very job."""
-    lock.seek(0)
-    return lock.read() == job_name()
-
-
-def claim_run(lock):
-    """Write into the lock file which job works here."""
-    lock.truncate(0)
-    lock.write(job_name())
-    lock.flush()
-
-
 def list_checkpoints(out_dir):
-    return sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt*.pt")))
+    """Return {step: file}, in the order of the steps."""
+    files = {}
+    for file in glob.glob(os.path.join(glob.escape(out_dir), "ckpt_*.pt")):
+        numbered = re.fullmatch(r"ckpt_(\d{1,15})\.pt", os.path.basename(file))
+        if numbered:
+            files[int(numbered.group(1))] = file
+    return dict(sorted(files.items()))
+
+
+def newest_checkpoint(out_dir):
+    """Return the file of the newest checkpoint in a directory, None if there is none."""
+    earlier_version = os.path.join(out_dir, "ckpt.pt")  # its name for the newest one
+    if os.path.exists(earlier_version):
+        return earlier_version
+    return next(reversed(list_checkpoints(out_dir).values()), None)
 
 
 # ---- writing and reading checkpoints -------------------------------------------------------------
-def save_checkpoint(content, out_dir, *names):
-    """Write, sync, rename: a checkpoint is complete or absent, under each of its names."""
+def save_checkpoint(content, out_dir, stay=()):
+    """Write ckpt_STEP.pt: it is complete or absent. Then remove older ones, but those that stay."""
     temporary = os.path.join(out_dir, "ckpt.tmp")
-    link = os.path.join(out_dir, "ckpt.tmp.link")
+    name = f"ckpt_{content['step']}.pt"
     try:
-        # A process killed in here leaves these, perhaps as second names of a sound checkpoint.
-        remove_if_there(temporary, link)
         with open(temporary, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        # The file itself gets the last name; the others are links to it.
-        for name in names[:-1]:
-            try:
-                os.link(temporary, link)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(temporary, link)
-            os.replace(link, os.path.join(out_dir, name))
-        os.replace(temporary, os.path.join(out_dir, names[-1]))
+        os.replace(temporary, os.path.join(out_dir, name))
     except (OSError, RuntimeError) as error:
-        remove_if_there(temporary, link)
+        if os.path.exists(temporary):
+            os.remove(temporary)
         # What torch says about a full disk, a RuntimeError, does not mention the disk.
         reason = error if isinstance(error, OSError) else "is the disk full?"
-        die(f"could not write {names[-1]} in {out_dir}; the one before is intact ({reason})")
-
-
-def remove_if_there(*paths):
-    for path in paths:
-        if os.path.lexists(path):
-            os.remove(path)
-
-
-def prune_checkpoints(out_dir, step, keep):
-    """Keep `keep` numbered checkpoints up to this step. Later ones are of a future given up."""
-    steps = []
-    for file in list_checkpoints(out_dir):
-        numbered = re.fullmatch(r"ckpt_([1-9][0-9]*)\.pt", os.path.basename(file))
-        if numbered:
-            steps.append(int(numbered.group(1)))
-    stay = sorted(n for n in steps if n <= step)[-keep:]
-    for n in steps:
-        if n not in stay:
-            os.remove(os.path.join(out_dir, f"ckpt_{n}.pt"))
+        die(f"could not write {name} in {out_dir}; the one before is intact ({reason})")
+    for step, file in list_checkpoints(out_dir).items():
+        if step < content["step"] and step not in stay:
+            os.remove(file)
 
 
 def find_checkpoint(path):
     """Return the file of a checkpoint, given that file or the directory of a run."""
-    file = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
-    if os.path.isdir(path) and not os.path.isfile(file):
-        # A process killed between the names of its first checkpoint has not come to this one.
-        file = max(list_checkpoints(path), key=os.path.getmtime, default=file)
-    if os.path.isfile(file):
-        return file
-    die(f"no checkpoint {file}")
+    if os.path.isfile(path):
+        return path
+    if not os.path.isdir(path):
+        die(f"no file or directory {path}")
+    return newest_checkpoint(path) or die(f"there is no checkpoint in {path}")
 
 
 def load_checkpoint(path):
@@ -152,19 +117,13 @@ def load_checkpoint(path):
         reason = str(error).partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds something other than weights and numbers"
-        others = [other for other in list_checkpoints(os.path.dirname(file)) if other != file]
-        advice = f"; you can copy an older one over it: {', '.join(others)}" if others else ""
+        older = [f for f in list_checkpoints(os.path.dirname(file)).values() if f != file]
+        advice = f"; remove it to go on from {older[-1]}" if older else ""
         die(f"{file} is damaged: {reason}{advice}")
 
 
 # ---- resuming a run, or starting from another ----------------------------------------------------
-CHECKPOINT_FORMAT = 2  # of what continues a run; the weights alone can be read from any format
-
-
-def check_format(checkpoint):
-    """Refuse to continue a run that another version of this code has begun."""
-    if checkpoint.get("format") != CHECKPOINT_FORMAT:
-        die("an earlier version of this code has begun this run: only that version can continue it")
+CHECKPOINT_FORMAT = 3  # of what continues a run; the weights alone can be read from any format
 
 
 def check_resumable(checkpoint, s, files):
@@ -213,7 +172,7 @@ def load_model(path, device="auto", dtype="auto"):
     checkpoint = load_checkpoint(path)
     device, dtype = choose_device(device, dtype)
     try:
-        settings = check(Settings(**checkpoint["settings"]))
+        settings = make_settings(checkpoint["settings"])
         with torch.device("meta"):  # draws no weights: those of the checkpoint take their place
             model = Transformer(settings, dtype)
         model.load_state_dict(checkpoint["model"], assign=True)

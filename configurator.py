@@ -1,19 +1,19 @@
 """
-The settings of a run: defaults, changed by config files, then by the command line.
+The settings of a run: defaults, changed by config files, then by the command line. Also the parser
+that every script uses.
 
 A config file is plain Python that assigns settings. It is executed: run only files you trust.
 """
 
 import argparse
-import ast
 import dataclasses
 import glob
 import inspect
 import os
 import re
 import runpy
-import sys
 from fractions import Fraction
+from functools import partial
 
 from errors import die, suggest
 
@@ -26,7 +26,7 @@ class Settings:
     n_head: int = 16              # attention heads
     n_embd: int = 1024            # width
     n_ff: int = 3554              # inner width of the SwiGLU
-    vocab_size: int = 51200       # rows of the embedding and of the head
+    vocab_size: int = 51200       # rows of the embedding and of the head; 0: as the data needs
     seq_len: int = 2048           # T: inputs in a training window
     rope_theta: float = 160000.0  # base of the rotary frequencies
     norm_eps: float = 1e-7        # RMSNorm epsilon
@@ -34,16 +34,16 @@ class Settings:
     # the run and its two objectives
     data_dir: str = "data/hplt"   # what prepare.py wrote
     out_dir: str = "out/run"      # checkpoints and log.jsonl go here
-    init_from: str = ""           # start from this checkpoint: its model and, if saved, optimizer
+    init_from: str = ""           # start from this model; on the same data, extend its run
     seed: int = 1                 # weights, data order and masks
     alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
-    repetitions: int = 1          # R: how often each token of the unique subset is seen
+    repetitions: float = 1.0      # R: how often a token is seen; 0: as max_steps takes all of them
     ar_weight: float = 1.0        # weight of AR in Eq. 5; the paper's runs had 2 (see its erratum)
     # optimization
     batch_size: int = 2048        # sequences in a step, over all devices
     micro_batch_size: int = 8     # sequences in a slot: one forward pass, one objective
-    max_steps: int = 8192         # optimizer steps
-    decay_steps: int = 2048       # the last of them decay the learning rate to 0
+    max_steps: int = 8192         # optimizer steps; 0: all of the text, `repetitions` times
+    decay: float = 0.25           # the last share of them lowers the learning rate to 0
     learning_rate: float = 0.007  # of Muon and of AdamW
     weight_decay: float = 0.1     # decoupled, on every parameter
     momentum: float = 0.95        # of Muon
@@ -54,8 +54,8 @@ class Settings:
     eval_tokens: int = 4194304    # held-out tokens that each validation reads
     save_interval: int = 256      # steps between checkpoints
     log_interval: int = 8         # steps between log lines
-    keep: int = 1                 # checkpoints kept beside ckpt_decay.pt
-    resume: bool = False          # continue from the newest checkpoint in out_dir
+    milestones: str = ""          # steps whose checkpoints stay, such as 1000,2000
+    resume: bool = False          # continue the run in out_dir, or begin it if there is none
     device: str = "auto"          # cuda, mps or cpu
     dtype: str = "auto"           # of the forward pass: bfloat16 on CUDA, float32 elsewhere
     compile: bool = True          # torch.compile the transformer; never on MPS
@@ -71,15 +71,18 @@ MODEL_SETTINGS += ["extra_head"]
 
 # A resumed run may change these; all others define the run (device and dtype only its rounding).
 FREE_ON_RESUME = ["data_dir", "out_dir", "init_from", "eval_interval", "save_interval"]
-FREE_ON_RESUME += ["log_interval", "keep", "resume", "device", "dtype", "compile", "wandb"]
+FREE_ON_RESUME += ["log_interval", "milestones", "resume", "device", "dtype", "compile", "wandb"]
 
-# What other projects call a setting.
-ALIASES = {
-    "lr": "learning_rate",
-    "max_iters": "max_steps",
-    "epochs": "repetitions",
-    "block_size": "seq_len",
-    "context_length": "seq_len",
+# What other projects, or earlier versions, call a setting.
+HINTS = {
+    "lr": "did you mean 'learning_rate'?",
+    "max_iters": "did you mean 'max_steps'?",
+    "epochs": "did you mean 'repetitions'?",
+    "block_size": "did you mean 'seq_len'?",
+    "context_length": "did you mean 'seq_len'?",
+    "decay_steps": "set 'decay', a share of the steps such as 0.25",
+    "keep": "set 'milestones', the steps whose checkpoints stay, such as 1000,2000",
+    "config": "a config file needs no flag: python train.py config/demo.py",
 }
 
 
@@ -100,43 +103,26 @@ def make_parser(doc):
     )
 
 
-# ---- reading them --------------------------------------------------------------------------------
-def load_settings(argv, usage):
-    """Return the settings that a command line asks for: config files in order, then its flags."""
-    if "-h" in argv or "--help" in argv:
-        print(usage.strip() + "\n\nsettings (--key=value):")
-        print(*inspect.getsource(Settings).splitlines()[2:], sep="\n")
-        sys.exit()
-    s = Settings()
-    paths, flags = split_arguments(argv)
-    for path in paths:
-        for name, value in read_config(path).items():
-            change(s, name, value, path)
-    for name, value in flags:
-        change(s, name, value, "command line")
-    check(s)
-    check_schedule(s)
-    return s
+# ---- reading settings ----------------------------------------------------------------------------
+def read_settings(argv, doc):
+    """Return what a command line sets, {name: value}: config files in order, then its flags."""
+    table = "".join(inspect.getsource(Settings).splitlines(keepends=True)[2:])
+    parser = make_parser(f"{doc}\nsettings (--key=value):\n{table}")
+    parser.usage = "train.py [CONFIG ...] [--key=value ...]"
+    parser.add_argument("configs", nargs="*", help=argparse.SUPPRESS)
+    for name in NAMES:
+        action = parser.add_argument(f"--{name}", type=partial(convert, name))
+        action.default = action.help = argparse.SUPPRESS
+    switches = [f"--{name}" for name in NAMES if isinstance(getattr(Settings, name), bool)]
+    argv = [f"{argument}=True" if argument in switches else argument for argument in argv]
+    flags, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        die(f"command line: {describe_unknown(unknown[0].lstrip('-').partition('=')[0])}")
 
-
-def split_arguments(argv):
-    """Return the config files and the (name, value) pairs: --name=value, --name value, --flag."""
-    paths, flags = [], []
-    arguments = list(argv)
-    while arguments:
-        argument = arguments.pop(0)
-        if not argument.startswith("--"):
-            paths.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        is_switch = name in NAMES and isinstance(getattr(Settings, name), bool)
-        if not equals and is_switch:
-            follows = arguments[0].lower() if arguments else ""
-            value = arguments.pop(0) if follows in ("true", "false") else "True"
-        elif not equals and arguments and not arguments[0].startswith("--"):
-            value = arguments.pop(0)
-        flags.append((name, value))
-    return paths, flags
+    named = {}
+    for path in vars(flags).pop("configs"):
+        named |= read_config(path)
+    return named | vars(flags)
 
 
 def read_config(path):
@@ -147,43 +133,56 @@ def read_config(path):
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         die(f"{path}: {type(error).__name__}: {error}")
-    values = {}
+    named = {}
     for name, value in names.items():
-        plain = isinstance(value, (int, float, str)) and not name.startswith("_")
-        if plain or name in NAMES:
-            values[name] = value
-    return values
+        is_plain = isinstance(value, (int, float, str)) and not name.startswith("_")
+        if name in NAMES:
+            try:
+                named[name] = convert(name, value)
+            except argparse.ArgumentTypeError as error:
+                die(f"{path}: '{name}': {error}")
+        elif is_plain:
+            die(f"{path}: {describe_unknown(name)}")
+    return named
 
 
-def change(s, name, value, where):
-    """Set one setting, of the type of its default; refuse an unknown name or another type."""
-    if name not in NAMES:
-        hint = f", did you mean '{ALIASES[name]}'?" if name in ALIASES else suggest(name, NAMES)
-        die(f"{where}: no setting named '{name}'{hint}")
-    kind = type(getattr(s, name))
-    if where == "command line" and kind is not str:
-        value = parse_literal(value)
-    if type(value) in (int, float):
-        whole = value == value // 1  # 1e5 is a whole number; infinity and NaN are not
-        if kind is float or name == "alpha" or (kind is int and whole):
-            value = kind(value)  # 1 -> 1.0, 1e5 -> 100000, alpha 0.5 -> "0.5"
-    if type(value) is not kind or (value == "" and name != "init_from"):
-        die(f"{where}: '{name}' is {kind.__name__}, got {value!r}")
-    setattr(s, name, value)
+def describe_unknown(name):
+    """Return what to say of a name that is not a setting."""
+    if name in NAMES:
+        return f"write --{name}, with two dashes"
+    hint = f"; {HINTS[name]}" if name in HINTS else suggest(name, NAMES)
+    return f"no setting named '{name}'{hint}"
 
 
-def parse_literal(text):
-    """Return the number or truth value that a text spells, or else the text itself."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
+def convert(name, value):
+    """Return a value, or the text of one, as the type of a setting's default."""
+    default = getattr(Settings, name)
+    kind = type(default)
+    is_text = isinstance(value, str)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
-        # A longer text may be nested too deeply for Python's parser.
-        return ast.literal_eval(text) if len(text) < 100 else text
-    except (ValueError, TypeError, SyntaxError):
-        return text
+        if kind is bool:
+            return {"true": True, "false": False}[str(value).lower()]
+        if kind is str and (is_text or (is_number and name == "alpha")) and value != "":
+            return str(value)
+        if kind in (int, float) and (is_text or is_number):
+            number = float(value)
+            if kind is float or number.is_integer():  # 1e5 is whole; infinity and NaN are not
+                return kind(number)
+    except (ValueError, KeyError, OverflowError):
+        pass
+    if value == default == "":
+        return ""
+    raise argparse.ArgumentTypeError(f"expected {kind.__name__}, got {value!r}")
 
 
-# ---- checking them -------------------------------------------------------------------------------
+def make_settings(values):
+    """Return checked settings. Names that only an earlier version knew are left out."""
+    known = {name: value for name, value in values.items() if name in NAMES}
+    return check(Settings(**known))
+
+
+# ---- checking them, and filling in what follows from the data ------------------------------------
 def check(s):
     """Refuse settings that cannot work. Write alpha as a fraction in lowest terms."""
 
@@ -191,17 +190,19 @@ def check(s):
         if not holds:
             die(f"'{name}' must be {rule}; got {getattr(s, name)}")
 
-    may_be_zero = ["seed", "decay_steps"]
+    may_be_zero = ["seed", "vocab_size", "max_steps"]
     for name, value in vars(s).items():
         if type(value) is float or name.endswith("_interval") or name in may_be_zero:
             ensure(0 <= value <= 1e15, name, "from 0 to 1e15")
         elif type(value) is int:
             ensure(1 <= value <= 1e15, name, "from 1 to 1e15")
 
-    alpha = parse_alpha(s.alpha, s.repetitions)
-    ensure(0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto")
-    s.alpha = str(alpha)
-
+    if s.alpha != "auto":
+        alpha = parse_alpha(str(s.alpha))
+        ensure(0 <= alpha <= 1, "alpha", "a share from 0 to 1, such as 63/64 or 0.5, or auto")
+        s.alpha = str(alpha)
+    both_open = s.max_steps == 0 and s.repetitions == 0
+    ensure(not both_open, "repetitions", "above 0 if max_steps is 0: one follows from the other")
     even_heads = s.n_embd % (2 * s.n_head) == 0
     ensure(even_heads, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
     ensure(s.n_layer <= 1000, "n_layer", "at most 1000")
@@ -210,29 +211,58 @@ def check(s):
     whole_slots = s.batch_size == lower
     ensure(whole_slots, "batch_size", f"a multiple of micro_batch_size: {lower} or {upper}")
     ensure(2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens {s.eval_tokens}")
-    ensure(s.decay_steps <= s.max_steps, "decay_steps", f"at most max_steps {s.max_steps}")
+    ensure(s.decay <= 1, "decay", "a share of the steps, from 0 to 1")
     ensure(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")
+    are_steps = re.fullmatch(r"(\d{1,15}(,\d{1,15})*)?", s.milestones)
+    ensure(are_steps, "milestones", "steps with commas between them, such as 1000,2000")
     return s
 
 
-def parse_alpha(text, repetitions):
+def parse_alpha(text):
     """Return alpha as the exact fraction that a text spells, or -1 if it spells none."""
-    if text == "auto":
-        # Remarks 1 and 2 in one line: 63/64 up to 16 repetitions, then 16 repetitions of AR. (The
-        # paper leaves 16 < R <= 32 open. At R = 32 this gives 1/2, where its best was 3/4.)
-        return min(Fraction(63, 64), Fraction(16, repetitions))
     number = r"\d{1,18}"  # with a bound: Fraction("1e999999999") would never end
     decimal = r"\d{0,18}\.?\d{1,18}(e-?\d{1,2})?"
-    if re.fullmatch(f"{number}/{number}|{decimal}", str(text)):
+    if re.fullmatch(f"{number}/{number}|{decimal}", text):
         try:
-            return Fraction(str(text))
+            return Fraction(text)
         except ZeroDivisionError:
             pass
     return Fraction(-1)
 
 
-def check_schedule(s):
-    """Refuse an alpha that is too fine for a run; check() also serves models that only are used."""
+def recommend_alpha(repetitions):
+    """Return the paper's Remarks 1 and 2 in one line, as a fraction with a small denominator.
+
+    63/64 up to 16 repetitions, then 16 repetitions of AR. (The paper leaves 16 < R <= 32 open. At
+    R = 32 this gives 1/2, where its best was 3/4.)
+    """
+    alpha = Fraction(16 / max(repetitions, 1)).limit_denominator(64)
+    return min(max(alpha, Fraction(1, 64)), Fraction(63, 64))
+
+
+def fill_in(s, n_ids, n_tokens):
+    """Fill in what follows from the data, which has n_ids token ids and n_tokens to train on."""
+    if s.vocab_size == 0:
+        s.vocab_size = n_ids
+    if s.vocab_size < n_ids:
+        die(f"vocab_size {s.vocab_size} is too small: {s.data_dir} has {n_ids} ids (0 takes them)")
+    n_windows = n_tokens // s.seq_len
+    if n_windows == 0:
+        die(
+            f"{s.data_dir} has {n_tokens:,} training tokens, less than one window of "
+            f"{s.seq_len:,}: lower seq_len, or prepare more text"
+        )
+
+    # max_steps = 0: all of the text, `repetitions` times. repetitions = 0: as often as max_steps
+    # takes all of it; if that is less than once, a part of it once.
+    if s.max_steps == 0:
+        s.max_steps = max(1, int(n_windows * s.repetitions) // s.batch_size)
+        s.repetitions = max(s.repetitions, s.max_steps * s.batch_size / n_windows)
+    elif s.repetitions == 0:
+        s.repetitions = max(1.0, s.max_steps * s.batch_size / n_windows)
+
+    if s.alpha == "auto":
+        s.alpha = str(recommend_alpha(s.repetitions))
     alpha = Fraction(s.alpha)
     run_slots = s.max_steps * s.batch_size // s.micro_batch_size
     if alpha.denominator > run_slots:

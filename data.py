@@ -46,6 +46,7 @@ class Corpus(NamedTuple):
     train: Split
     val: Split
     tokenizer_json: str  # the text of tokenizer.json
+    vocab_size: int  # ids are below this
     special: SpecialIds
     files: dict  # {name: fingerprint}: tells whether a run continues on the same data
 
@@ -62,16 +63,18 @@ def fingerprint(path):
     """
     MiB, n_samples = 2**20, 256
     size = os.path.getsize(path)
+    offsets = range(0, size, MiB)
+    if len(offsets) > n_samples:
+        offsets = [i * (size - MiB) // (n_samples - 1) for i in range(n_samples)]
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        for i in range(min(n_samples, math.ceil(size / MiB))):
-            # Back to back in a small file, evenly spaced in a large one.
-            file.seek(max(i * MiB, i * (size - MiB) // (n_samples - 1)))
+        for offset in offsets:
+            file.seek(offset)
             digest.update(file.read(MiB))
     return [size, digest.hexdigest()]
 
 
-def open_corpus(data_dir, vocab_size):
+def open_corpus(data_dir):
     """Open a prepared folder, its tokens memory-mapped, after checking it against its meta.json."""
     folder = Path(data_dir)
     try:
@@ -81,8 +84,6 @@ def open_corpus(data_dir, vocab_size):
         for name in FILES:
             if fingerprint(folder / name) != meta["files"][name]:
                 die(f"{folder / name} is not as meta.json describes it: run prepare.py again")
-        if meta["vocab_size"] > vocab_size:
-            die(f"vocab_size {vocab_size} is too small: {data_dir} has {meta['vocab_size']} ids")
 
         splits = {}
         for name in ("train", "val"):
@@ -98,13 +99,14 @@ def open_corpus(data_dir, vocab_size):
             train=splits["train"],
             val=splits["val"],
             tokenizer_json=tokenizer_json,
+            vocab_size=meta["vocab_size"],
             special=find_special_ids(tokenizer_json),
             files=meta["files"],
         )
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         die(
             f"{data_dir} is not a prepared folder, {os.path.basename(error.filename)} is missing; "
-            f"make it with: python prepare.py [--input FILES --out {data_dir}]"
+            "make one with: python prepare.py [--input FILES --out data/NAME]"
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")
@@ -129,12 +131,18 @@ class Stream:
         self.special = corpus.special
         self.tokens = tokens
         self.T = s.seq_len
-        self.W = math.ceil(n_windows / s.repetitions)
+        # Rounded first: W itself must come out where repetitions were computed as n_windows / W.
+        self.W = math.ceil(round(n_windows / s.repetitions, 6))
         self.epoch = None
-        self.check_size(s)
 
-        # Take documents in a random order until they have W * T tokens.
         n_tokens = self.W * self.T
+        if n_tokens > len(tokens):
+            die(
+                f"{s.data_dir} has {len(tokens):,} training tokens, this run needs {n_tokens:,}: "
+                "lower max_steps, or raise repetitions (0 takes all of the text as often as needed)"
+            )
+
+        # Take documents in a random order until they have n_tokens.
         order = default_rng((s.seed, SUBSET)).permutation(len(starts) - 1)
         lengths = np.diff(starts.astype(np.int64))[order]
         ends = np.cumsum(lengths)
@@ -143,32 +151,15 @@ class Stream:
         self.doc_lengths = lengths[:n_documents]
         self.doc_lengths[-1] -= ends[n_documents - 1] - n_tokens  # the last document is cut
 
-    def check_size(self, s):
-        """Refuse a run that needs more tokens than there are, and say what would fit."""
-        needed, present = self.W * self.T, len(self.tokens)
-        if needed <= present:
-            return
-        n_windows = present // self.T
-        problem = f"the corpus has {present:,} training tokens, this run needs {needed:,}"
-        if n_windows == 0:
-            die(f"{problem}; not even one window fits: lower seq_len {self.T}")
-        repetitions = math.ceil(s.max_steps * s.batch_size / n_windows)
-        max_steps = n_windows * s.repetitions // s.batch_size
-        advice = f"raise repetitions to at least {repetitions}"
-        if max_steps > 0:
-            advice += f", or lower max_steps to {max_steps} (and decay_steps with it)"
-        die(f"{problem}: {advice}")
-
     def start_epoch(self, epoch):
         """Lay out the stream of an epoch, a function of the seed and the epoch alone."""
         self.epoch = epoch
         generator = default_rng((self.seed, EPOCH, epoch))
         documents = generator.permutation(len(self.doc_starts))
-        # Where each document begins in the stream, and where the stream ends.
-        self.bounds = np.append(0, np.cumsum(self.doc_lengths[documents]))
-        # Add this to a position in the stream to get one in the file. The <s> that closes the
-        # stream is borrowed from document 0: every document opens with one.
-        self.offset = self.doc_starts[np.append(documents, 0)] - self.bounds
+        # Where each document ends in the stream, and what to add to a position in the stream to
+        # get the position in the file.
+        self.ends = np.cumsum(self.doc_lengths[documents])
+        self.offsets = self.doc_starts[documents] - (self.ends - self.doc_lengths[documents])
         self.shuffled = generator.permutation(self.W)
 
     def window(self, index):
@@ -176,15 +167,19 @@ class Stream:
         epoch, i = divmod(index, self.W)
         if epoch != self.epoch:
             self.start_epoch(epoch)
-        positions = self.shuffled[i] * self.T + np.arange(self.T + 1)
-        documents = np.searchsorted(self.bounds, positions, side="right") - 1
-        return self.tokens[positions + self.offset[documents]].astype(np.int64)
+        start = self.shuffled[i] * self.T
+        positions = np.arange(start, min(start + self.T + 1, self.W * self.T))
+        documents = np.searchsorted(self.ends, positions, side="right")
+        x0 = np.full(self.T + 1, self.special.bos)  # <s> closes the stream, and its last window
+        x0[: len(positions)] = self.tokens[positions + self.offsets[documents]]
+        return x0
 
 
 # ---- the two objectives: what a window x0 becomes ------------------------------------------------
 class Example(NamedTuple):
     inputs: np.ndarray  # (T,)
     weights: np.ndarray  # (T,): the weight of each target's cross-entropy in the loss
+    prefix: int  # how many leading positions all queries see: 0 is causal, T bidirectional
 
 
 def slots_per_step(s):
@@ -192,18 +187,19 @@ def slots_per_step(s):
     return s.batch_size // s.micro_batch_size
 
 
-def slot_is_ar(run_slot, alpha):
-    """Say whether a slot, counted over the whole run, trains AR; otherwise it trains MD.
+def slot_objective(run_slot, alpha):
+    """Return the objective of a slot, or of an array of them, counted over the whole run.
 
-    Of every `den` consecutive slots exactly `num` do, where alpha = num / den.
+    Of every `den` consecutive slots exactly `num` train AR, where alpha = num / den.
     """
-    return run_slot * alpha.numerator % alpha.denominator < alpha.numerator
+    is_ar = run_slot * alpha.numerator % alpha.denominator < alpha.numerator
+    return np.where(is_ar, "ar", "md")
 
 
-def ar_example(x0):
+def ar_example(x0, u, generator, special):
     """Eq. 2 per token: the mean over all T targets, a document's closing <s> included."""
     T = len(x0) - 1
-    return Example(x0[:-1], np.full(T, 1 / T))
+    return Example(x0[:-1], np.full(T, 1 / T), prefix=0)
 
 
 def find_maskable(x0, special):
@@ -230,7 +226,11 @@ def md_example(x0, u, generator, special):
     xt[masked] = special.mask
     weights = np.zeros(len(xt))
     weights[masked - 1] = 1 / max(k, 1)  # the token at p is predicted at p - 1
-    return Example(xt, weights)
+    return Example(xt, weights, prefix=len(xt))
+
+
+# Of a window x0, a u, a generator of random numbers and the special ids, each makes an Example.
+OBJECTIVES = {"ar": ar_example, "md": md_example}
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -241,28 +241,27 @@ class Batch(NamedTuple):
     targets: torch.Tensor  # (B, T) token ids
     weights: torch.Tensor  # (B, T)
     segments: torch.Tensor  # (B, T): each position's document; never 0, which make_mask shares
-    prefix: torch.Tensor  # (B,): how many leading positions all queries see: 0 in AR, T in MD
-    is_ar: bool
+    prefix: torch.Tensor  # (B,): how many leading positions all queries see
+    objective: str
 
     def to(self, device):
         """Copy the tensors to a device. From pinned memory a GPU fetches them while it works."""
         tensors = self[:-1]
         if device == "cuda":
             tensors = [tensor.pin_memory() for tensor in tensors]
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.is_ar)
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.objective)
 
 
-def make_batch(windows, examples, is_ar, special):
+def make_batch(windows, examples, objective, special):
     """Stack windows and what an objective made of them."""
     inputs = np.stack([example.inputs for example in examples])
     targets = np.stack([x0[1:] for x0 in windows])  # the one shift: state i predicts token i + 1
     weights = np.stack([example.weights for example in examples])
-    B, T = inputs.shape
     # A document is recognized by the <s> that opens it, which is never masked.
     segments = 1 + np.cumsum(inputs == special.bos, axis=1)
-    prefix = np.full(B, 0 if is_ar else T)
+    prefix = np.array([example.prefix for example in examples])
     arrays = inputs, targets, weights.astype(np.float32), segments, prefix
-    return Batch(*(torch.from_numpy(array) for array in arrays), is_ar)
+    return Batch(*(torch.from_numpy(array) for array in arrays), objective)
 
 
 def mask_levels(s, step):
@@ -272,7 +271,7 @@ def mask_levels(s, step):
     permutation: each u is uniform, and together they cover the mask counts evenly.
     """
     n_slots = slots_per_step(s)
-    md = ~slot_is_ar(step * n_slots + np.arange(n_slots), Fraction(s.alpha))
+    md = slot_objective(step * n_slots + np.arange(n_slots), Fraction(s.alpha)) == "md"
     n = np.count_nonzero(md) * s.micro_batch_size
     generator = default_rng((s.seed, COUNTS, step))
     grid = (generator.permutation(n) + generator.random()) / max(n, 1)
@@ -283,18 +282,15 @@ def mask_levels(s, step):
 
 def train_batch(stream, s, step, slot):
     """Return the micro_batch_size sequences of one slot, counted within its step."""
+    objective = str(slot_objective(step * slots_per_step(s) + slot, Fraction(s.alpha)))
     first = step * s.batch_size + slot * s.micro_batch_size
-    indices = range(first, first + s.micro_batch_size)
-    windows = [stream.window(i) for i in indices]
-    is_ar = slot_is_ar(step * slots_per_step(s) + slot, Fraction(s.alpha))
-    if is_ar:
-        examples = [ar_example(x0) for x0 in windows]
-    else:
-        examples = []
-        for i, x0, u in zip(indices, windows, mask_levels(s, step)[slot]):
-            generator = default_rng((s.seed, MASKS, i))
-            examples.append(md_example(x0, u, generator, stream.special))
-    return make_batch(windows, examples, is_ar, stream.special)
+    windows, examples = [], []
+    for i, u in enumerate(mask_levels(s, step)[slot], start=first):
+        x0 = stream.window(i)
+        generator = default_rng((s.seed, MASKS, i))
+        windows.append(x0)
+        examples.append(OBJECTIVES[objective](x0, u, generator, stream.special))
+    return make_batch(windows, examples, objective, stream.special)
 
 
 def count_val_windows(corpus, s):
@@ -303,6 +299,15 @@ def count_val_windows(corpus, s):
     if n > s.micro_batch_size:
         n -= n % s.micro_batch_size
     return n
+
+
+def count_val_sequences(corpus, s):
+    """Return how many sequences a validation scores: at least 8, each with another mask count.
+
+    A few windows are read several times, since the mean over so few counts would not be Eq. 4.
+    """
+    n = count_val_windows(corpus, s)
+    return n * math.ceil(8 / n)
 
 
 def bytes_per_token(corpus, s):
@@ -314,26 +319,26 @@ def bytes_per_token(corpus, s):
 
 
 def val_batches(corpus, s, rank=0, world=1):
-    """Yield a rank's pairs of an AR and an MD batch with the same held-out targets: the maskable.
+    """Yield a rank's batches, one of each objective, with the same held-out targets: the maskable.
 
     The masks depend on the held-out text and the shape of the batches alone. The weights of a
     sequence sum to its number of targets: the held-out losses are means over tokens. (Training
     also predicts each document's closing <s> in AR, so train_ar is not quite the same quantity.)
     """
     T, B = s.seq_len, s.micro_batch_size
-    n = count_val_windows(corpus, s)
+    n_windows = count_val_windows(corpus, s)
+    n = count_val_sequences(corpus, s)
     grid = (default_rng((0, COUNTS)).permutation(n) + 0.5) / n
     for first in range(rank * B, n, world * B):
-        windows, ar_examples, md_examples = [], [], []
+        windows = []
+        examples = {"ar": [], "md": []}
         for i in range(first, min(first + B, n)):
-            x0 = corpus.val.tokens[i * T : i * T + T + 1].astype(np.int64)
+            start = i % n_windows * T
+            x0 = corpus.val.tokens[start : start + T + 1].astype(np.int64)
             scored = np.zeros(T)
             scored[find_maskable(x0, corpus.special) - 1] = 1
             md = md_example(x0, grid[i], default_rng((0, MASKS, i)), corpus.special)
             windows.append(x0)
-            ar_examples.append(Example(x0[:-1], scored))
-            md_examples.append(Example(md.inputs, md.weights * scored.sum()))
-        yield (
-            make_batch(windows, ar_examples, True, corpus.special),
-            make_batch(windows, md_examples, False, corpus.special),
-        )
+            examples["ar"].append(Example(x0[:-1], scored, prefix=0))
+            examples["md"].append(Example(md.inputs, md.weights * scored.sum(), prefix=T))
+        yield [make_batch(windows, examples[name], name, corpus.special) for name in examples]

@@ -141,7 +141,7 @@ def heldout_questions(trained, n_questions, n_context=0, n_completion=0, stride=
     is_imported = "data" not in trained.checkpoint
     if is_imported and not Path(s.data_dir).exists():
         die("an imported model has no held-out text: get the tasks with python prepare.py --tasks")
-    corpus = open_corpus(s.data_dir, s.vocab_size)
+    corpus = open_corpus(s.data_dir)
     check_tokenizer(trained.checkpoint, corpus)
     if not is_imported and trained.checkpoint["data"] != corpus.files:
         die(f"{s.data_dir} is not what this checkpoint was trained on: choose other --tasks")

@@ -19,7 +19,6 @@ import glob
 import gzip
 import hashlib
 import json
-import math
 import os
 import shlex
 import shutil
@@ -43,7 +42,6 @@ import tiktoken
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
-from configurator import load_settings
 from data import FILES, FORMAT_VERSION, fingerprint, token_dtype
 from tokenizer import (
     SPECIAL_TOKENS,
@@ -377,19 +375,11 @@ def prepare(paths, source, folder, args):
     return meta
 
 
-def next_command(out, meta):
-    """Return the command that trains the demo on a prepared folder, changed where it has to be."""
-    demo = load_settings([str(Path(__file__).parent / "config" / "demo.py")], "")
+def next_command(out):
+    """Return the command that trains the demo on a prepared folder."""
     command = ["python", "train.py", "config/demo.py"]
-    if Path(out) != Path(demo.data_dir):
+    if Path(out) != Path("data/pydocs"):
         command += [f"--data_dir={out}", f"--out_dir={Path('out', Path(out).name)}"]
-    if meta["vocab_size"] != demo.vocab_size:
-        command.append(f"--vocab_size={meta['vocab_size']}")
-
-    windows = max(1, meta["train"]["tokens"] // demo.seq_len)
-    repetitions = math.ceil(demo.max_steps * demo.batch_size / windows)
-    if repetitions > demo.repetitions:
-        command.append(f"--repetitions={repetitions}")
     return shlex.join(command)
 
 
@@ -459,10 +449,10 @@ def main():
                 shutil.copyfileobj(sys.stdin.buffer, file)
             paths = [str(spool) if path == "-" else path for path in paths]
 
-        meta = prepare(paths, args.input or f"Python {sys.version}", folder, args)
+        prepare(paths, args.input or f"Python {sys.version}", folder, args)
         for name in (*FILES, "meta.json"):  # meta.json last: it has the hashes of the others
             os.replace(folder / name, out / name)
-    print(f"{out} is ready. Next: {next_command(out, meta)}")
+    print(f"{out} is ready. Next: {next_command(out)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@ Train a dual-objective language model.
 
     python train.py config/demo.py                                # one process, CPU or one GPU
     python train.py config/demo.py --alpha=7/8 --out_dir=out/x    # every setting can be changed
-    python train.py config/demo.py --resume                       # continue after a stop, exactly
+    python train.py --resume --out_dir=out/demo                   # continue after a stop, exactly
+    python train.py config/demo.py --resume                       # continue, or begin
     python train.py config/demo.py --init_from=out/base           # start from another model
     torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, also over hosts
 """
@@ -31,31 +32,9 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
-from checkpoint import (
-    CHECKPOINT_FORMAT,
-    adopt_model,
-    began_this_run,
-    check_format,
-    check_resumable,
-    check_tokenizer,
-    claim_run,
-    list_checkpoints,
-    load_checkpoint,
-    lock_run,
-    overfits,
-    prune_checkpoints,
-    save_checkpoint,
-)
-from configurator import load_settings
-from data import (
-    Stream,
-    bytes_per_token,
-    count_val_windows,
-    open_corpus,
-    slots_per_step,
-    train_batch,
-    val_batches,
-)
+import checkpoint
+import data
+from configurator import FREE_ON_RESUME, fill_in, make_settings, read_settings
 from device import all_reduce_gradients, any_rank, choose_device, join_ranks, sum_over_ranks
 from model import HeadLoss, Transformer
 from muon import Muon
@@ -63,13 +42,10 @@ from muon import Muon
 # ---- settings, device, ranks ---------------------------------------------------------------------
 if not sys.argv[1:]:
     die("which run? For a first one: python prepare.py && python train.py config/demo.py; or -h")
-s = load_settings(sys.argv[1:], __doc__)
+named = read_settings(sys.argv[1:], __doc__)  # what config files and flags say
+s = make_settings(named)
 device, dtype = choose_device(s.device, s.dtype)
 rank, world = join_ranks(device)
-n_slots = slots_per_step(s)
-tokens_per_step = s.batch_size * s.seq_len
-if n_slots % world != 0:
-    die(f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size)")
 
 
 def say(*text):
@@ -77,36 +53,52 @@ def say(*text):
         print(*text, flush=True)
 
 
-# ---- the run directory: a new run, one to resume, or one that starts from another ----------------
-restarted = any_rank(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")  # by torchrun
+# ---- the run directory: a new run, one to continue, or one that starts from another model --------
 if rank == 0:
-    lock = lock_run(s.out_dir, wait=restarted)
-has_run = any_rank(len(list_checkpoints(s.out_dir)) > 0)  # now that nobody else writes there
-# A restarted job resumes what it has begun itself, and nothing else.
-resume = any_rank(s.resume or (rank == 0 and restarted and has_run and began_this_run(lock)))
-if resume and not has_run:
-    die(f"there is no checkpoint in {s.out_dir}: nothing to resume")
-if has_run and not resume:
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
+    lock = checkpoint.lock_run(s.out_dir, wait=restarted)
+any_rank(False)  # wait for the lock
+newest = checkpoint.newest_checkpoint(s.out_dir)
+if newest and not s.resume:
     die(f"{s.out_dir} holds a run already: continue it with --resume, or choose another --out_dir")
+if s.resume and not newest and set(named) <= set(FREE_ON_RESUME):
+    die(f"there is no run in {s.out_dir} to continue; to begin one, name a config file too")
 
-checkpoint = None
-if resume or s.init_from:
-    checkpoint = load_checkpoint(s.out_dir if resume else s.init_from)
+saved = None
+if newest:
+    saved = checkpoint.load_checkpoint(newest)
+    if saved.get("format") != checkpoint.CHECKPOINT_FORMAT:
+        die(f"{newest} is of a run that only the version that began it can continue")
+    machine = {"device": s.device, "dtype": s.dtype}  # it may be another one now
+    s = make_settings(saved["settings"] | machine | named)
+elif s.init_from:
+    saved = checkpoint.load_checkpoint(s.init_from)
 if s.init_from:
-    adopt_model(checkpoint, s)  # also to resume: the run's own checkpoint has the same shape
+    checkpoint.adopt_model(
+        saved, s
+    )  # also to continue: the run's own checkpoint has the same shape
 if s.extra_head:
     die("extra_head is for reading the released models; it cannot be trained")
 
 # ---- data ----------------------------------------------------------------------------------------
-corpus = open_corpus(s.data_dir, s.vocab_size)
-stream = Stream(corpus, s)
+corpus = data.open_corpus(s.data_dir)
+fill_in(s, corpus.vocab_size, len(corpus.train.tokens))
+stream = data.Stream(corpus, s)
 n_val = len(corpus.val.tokens)
 if n_val <= s.seq_len:
-    die(f"{s.data_dir} has {n_val:,} held-out tokens, less than one window of {s.seq_len:,}")
-if resume:
-    check_resumable(checkpoint, s, corpus.files)
-elif checkpoint:
-    check_tokenizer(checkpoint, corpus)
+    die(
+        f"{s.data_dir} has {n_val:,} held-out tokens, less than one window of {s.seq_len:,}: lower "
+        "seq_len, or hold out more with prepare.py --val or --val_fraction"
+    )
+n_slots = data.slots_per_step(s)
+tokens_per_step = s.batch_size * s.seq_len
+decay_steps = round(s.decay * s.max_steps)
+if n_slots % world != 0:
+    die(f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size)")
+if newest:
+    checkpoint.check_resumable(saved, s, corpus.files)
+elif saved:
+    checkpoint.check_tokenizer(saved, corpus)
 
 # ---- model and optimizers ------------------------------------------------------------------------
 # Muon trains the matrices of the blocks; AdamW the embedding, the head and the norms.
@@ -137,26 +129,23 @@ if s.compile and device != "mps":
 # ---- where the run stands ------------------------------------------------------------------------
 step = 0
 records = []  # what log.jsonl holds
-running = {"ar": [0.0, 0.0], "md": [0.0, 0.0]}  # since the last record: sum of losses, sequences
-if checkpoint:
+running = {name: [0.0, 0.0] for name in data.OBJECTIVES}  # since then: sum of losses, sequences
+if saved:
+    is_run = saved.get("format") == checkpoint.CHECKPOINT_FORMAT
     try:
-        model.load_state_dict(checkpoint["model"])
-        if "adamw" in checkpoint:
-            if checkpoint["step"] < s.max_steps:  # a finished run has nothing to continue
-                check_format(checkpoint)
-            muon.load_momentum(checkpoint["momentum"])
+        model.load_state_dict(saved["model"])
+        if is_run and saved["data"] == corpus.files:  # go on with it; on other data, begin anew
+            muon.load_momentum(saved["momentum"])
             # The moments are the checkpoint's; weight decay and the like are those of this run.
             groups = adamw.state_dict()["param_groups"]
-            adamw.load_state_dict({"state": checkpoint["adamw"]["state"], "param_groups": groups})
-            step = checkpoint["step"]
-            records = checkpoint["records"]
-            running = checkpoint["running"]
+            adamw.load_state_dict({"state": saved["adamw"]["state"], "param_groups": groups})
+            step = saved["step"]
+            records = saved["records"]
+            running = saved["running"]
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        die(
-            f"the checkpoint of {s.out_dir if resume else s.init_from} is of another model: {error}"
-        )
-    if resume:
-        say(f"resuming {s.out_dir} at step {step}")
+        die(f"the checkpoint of {newest or s.init_from} is of another model: {error}")
+    if newest:
+        say(f"continuing {s.out_dir} at step {step}")
     else:
         say(f"starting from {s.init_from} at step {step}")
         if step >= s.max_steps:
@@ -166,34 +155,33 @@ if checkpoint:
             record.pop("overfit", None)
 if sum_over_ranks(torch.tensor(step)) != step * world:
     die(f"the processes see different checkpoints: all hosts must share {s.out_dir}")
-del checkpoint
+del saved
 
 if rank == 0:
-    claim_run(lock)
     log_file = open(os.path.join(s.out_dir, "log.jsonl"), "w", buffering=1)  # line by line
-    for record in records:  # what came after the checkpoint will come again
+    for record in [{"settings": vars(s)}, *records]:  # what came after the checkpoint comes again
         log_file.write(json.dumps(record) + "\n")
     if s.wandb:
         import wandb
 
-        id_file = Path(s.out_dir, "wandb_id")  # a resumed run continues the same one there
-        if not (resume and id_file.exists()):
+        id_file = Path(s.out_dir, "wandb_id")  # a continued run is the same one there
+        if not (newest and id_file.exists()):
             id_file.write_text(uuid.uuid4().hex)
         run_id = id_file.read_text()
         wandb.init(project="nanodual", name=s.out_dir, id=run_id, resume="allow", config=vars(s))
 
 
 # ---- validation, checkpoints, log ----------------------------------------------------------------
-bits_per_byte = 1 / (math.log(2) * bytes_per_token(corpus, s))  # of one nat per token
+nats_to_bits = 1 / (math.log(2) * data.bytes_per_token(corpus, s))  # per token -> per byte
 
 
 @torch.no_grad()
 def validate():
     """Return both held-out losses, in nats per token and bits per byte, on any number of ranks."""
     total = torch.zeros(3, dtype=torch.float64)  # sum of AR losses, of MD losses; targets
-    n_batches = math.ceil(count_val_windows(corpus, s) / s.micro_batch_size / world)
+    n_batches = math.ceil(data.count_val_sequences(corpus, s) / s.micro_batch_size / world)
     silent = True if rank > 0 else None  # None: only a terminal shows it
-    batches = val_batches(corpus, s, rank, world)
+    batches = data.val_batches(corpus, s, rank, world)
     for ar, md in tqdm(batches, "validation", n_batches, leave=False, disable=silent):
         losses = []
         for batch in (ar, md):
@@ -207,12 +195,12 @@ def validate():
     return {
         "val_ar": val_ar,
         "val_md": val_md,
-        "val_ar_bpb": val_ar * bits_per_byte,
-        "val_md_bpb": val_md * bits_per_byte,
+        "val_ar_bpb": val_ar * nats_to_bits,
+        "val_md_bpb": val_md * nats_to_bits,
     }
 
 
-def save(*names):
+def save():
     """Save all that is needed to continue, on any number of devices."""
     momentum = muon.gather_momentum()
     if rank > 0:
@@ -220,7 +208,7 @@ def save(*names):
     # Copies: the matrices are views of Muon's stacks, and a view is saved with all of its stack.
     weights = {name: p.to("cpu", copy=True) for name, p in model.state_dict().items()}
     content = {
-        "format": CHECKPOINT_FORMAT,
+        "format": checkpoint.CHECKPOINT_FORMAT,
         "model": weights,
         "momentum": [m.to("cpu", copy=True) for m in momentum],
         "adamw": adamw.state_dict(),
@@ -231,8 +219,7 @@ def save(*names):
         "data": corpus.files,
         "tokenizer": corpus.tokenizer_json,
     }
-    save_checkpoint(content, s.out_dir, *names)
-    prune_checkpoints(s.out_dir, step, s.keep)
+    checkpoint.save_checkpoint(content, s.out_dir, stay=milestones)
 
 
 def write_record(record):
@@ -272,16 +259,20 @@ signal.signal(signal.SIGINT, ask_to_stop)
 
 # ---- what this run will do -----------------------------------------------------------------------
 alpha = Fraction(s.alpha)
+n_unique = stream.W * s.seq_len
 R = s.max_steps * s.batch_size / stream.W  # less than was asked for if there are few windows
 deviation = math.sqrt(R * alpha * (1 - alpha))
 say(
     f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, "
-    f"{str(dtype).removeprefix('torch.')}; {s.data_dir}: {stream.W * s.seq_len:,} unique tokens "
-    f"x {R:g} repetitions"
+    f"{str(dtype).removeprefix('torch.')}; {s.max_steps:,} steps of {tokens_per_step:,} tokens"
 )
 say(
-    f"alpha {alpha}: a token is seen by AR {float(alpha * R):g} times on average, by MD "
-    f"{float((1 - alpha) * R):g} times (standard deviation {deviation:.1f})"
+    f"{s.data_dir}: {len(corpus.train.tokens):,} training tokens, "
+    f"{n_unique / len(corpus.train.tokens):.1%} of them used, {R:.4g} times each"
+)
+say(
+    f"alpha {alpha}: a token is seen by AR {float(alpha * R):.4g} times on average, by MD "
+    f"{float((1 - alpha) * R):.4g} times (standard deviation {deviation:.1f})"
 )
 if n_slots % alpha.denominator != 0:
     say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: the mix alternates")
@@ -292,13 +283,16 @@ def prefetch(step, slot):
     """Start preparing a batch in the background; past the last slot of a step, one of the next."""
     step, slot = step + slot // n_slots, slot % n_slots
     if step < s.max_steps:
-        return pool.submit(train_batch, stream, s, step, slot)
+        return pool.submit(data.train_batch, stream, s, step, slot)
 
 
 def due(interval):
     return step == s.max_steps or (interval > 0 and step % interval == 0)
 
 
+milestones = {int(text) for text in s.milestones.split(",") if text}
+if decay_steps > 0:
+    milestones.add(s.max_steps - decay_steps)  # from there a run can be extended
 pool = ThreadPoolExecutor(max_workers=1)
 upcoming = prefetch(step, rank)
 first_step = logged_step = step
@@ -307,9 +301,10 @@ stopping = False
 while True:
     # ---- between two steps: evaluate, log, save --------------------------------------------------
     last = step == s.max_steps
-    decay_begins = s.decay_steps > 0 and step == s.max_steps - s.decay_steps
     # Constant, then linear to 0 over the last decay_steps; no warmup.
-    lr = s.learning_rate * min(1.0, (s.max_steps - step) / max(s.decay_steps, 1))
+    lr = s.learning_rate
+    if decay_steps > 0:
+        lr *= min(1.0, (s.max_steps - step) / decay_steps)
     record = None
     is_new = step > first_step or step == 0  # otherwise the checkpoint has its record already
     if is_new and (due(s.eval_interval) or (due(s.log_interval) and step > 0)):
@@ -325,13 +320,10 @@ while True:
         records.append(record)
         if last:
             record["done"] = True
-            record["overfit"] = overfits(records, "ar") or overfits(records, "md")
-        running = {"ar": [0.0, 0.0], "md": [0.0, 0.0]}
-    if step > first_step and (due(s.save_interval) or decay_begins or stopping):
-        names = ["ckpt_decay.pt"] if decay_begins else []
-        if s.keep > 1:
-            names.append(f"ckpt_{step}.pt")
-        save(*names, "ckpt.pt")
+            record["overfit"] = any(checkpoint.overfits(records, name) for name in running)
+        running = {name: [0.0, 0.0] for name in data.OBJECTIVES}
+    if step > first_step and (due(s.save_interval) or step in milestones or stopping):
+        save()
     if record:  # after the checkpoint, so that a log that says "done" is right
         write_record(record)
         clock = time.perf_counter()
@@ -340,18 +332,18 @@ while True:
         break
 
     # ---- forward and backward: batch_size sequences, a share alpha of them AR, the rest MD -------
-    losses = torch.zeros(2, 2, device=device)  # AR, MD: sum over sequences, number of sequences
+    # For each objective: the sum of its losses over sequences, and the number of these.
+    losses = {name: torch.zeros(2, device=device) for name in data.OBJECTIVES}
     for slot in range(rank, n_slots, world):
         batch = upcoming.result().to(device)
         upcoming = prefetch(step, slot + world)
         loss, ce = model.loss(batch, s.z_loss)  # each the sum over the slot's sequences
         # Eq. 5, alpha L_AR + (1 - alpha) L_MD, is a mean over sequences, a share alpha of them AR.
         # Within a sequence the weights sum to 1; backward() sums the slots, the ranks follow below.
-        objective_weight = s.ar_weight if batch.is_ar else 1.0
+        objective_weight = s.ar_weight if batch.objective == "ar" else 1.0
         (loss * objective_weight / s.batch_size).backward()
-        objective = 0 if batch.is_ar else 1
-        losses[objective, 0] += ce
-        losses[objective, 1] += s.micro_batch_size
+        losses[batch.objective][0] += ce
+        losses[batch.objective][1] += s.micro_batch_size
 
     # ---- sum the gradients over the ranks --------------------------------------------------------
     matrix_square = muon.reduce()  # each matrix on its owner, which alone updates it
@@ -359,14 +351,14 @@ while True:
     norm = (matrix_square + get_total_norm([p.grad for p in others]) ** 2) ** 0.5
 
     # ---- before anything is updated: is all finite, was anyone told to stop? ---------------------
-    losses = sum_over_ranks(losses).tolist()
-    if not math.isfinite(norm.item() + losses[0][0] + losses[1][0]):
+    totals = sum_over_ranks(torch.stack(list(losses.values()))).tolist()
+    if not math.isfinite(norm.item() + sum(total for total, _ in totals)):
         die(
-            f"loss or gradient is not finite at step {step}; nothing was updated or saved: "
-            "try a lower learning_rate"
+            f"loss or gradient is not finite at step {step}, which has updated nothing; the last "
+            "checkpoint is intact: try a lower learning_rate"
         )
     stopping = any_rank(stop_signal > 0)
-    for name, (total, count) in zip(("ar", "md"), losses):
+    for name, (total, count) in zip(losses, totals):
         running[name][0] += total
         running[name][1] += count
 
@@ -381,10 +373,10 @@ while True:
 
 pool.shutdown()
 if not last:
-    say(f"stopped at step {step}, saved; continue with --resume")
+    say(f"stopped at step {step}, saved; to continue: train.py --resume --out_dir={s.out_dir}")
     sys.exit(128 + (stop_signal or signal.SIGTERM))  # 0: the signal came to another rank
 folder = shlex.quote(s.out_dir)
 say(f"done, see {s.out_dir}. Next:")
 say(f"  python eval.py --ckpt {folder}")
 say(f"  python sample.py --ckpt {folder}")
-say(f"  python sweep.py plot --results {folder}/log.jsonl")
+say(f"  python sweep.py plot --results {folder}")

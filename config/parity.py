@@ -18,7 +18,6 @@ repetitions = 16
 batch_size = 16
 micro_batch_size = 4
 max_steps = 1280
-decay_steps = 320
 eval_interval = 64
 eval_tokens = 65536
 save_interval = 320

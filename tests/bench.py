@@ -48,7 +48,7 @@ from tasks import TASKS, read_task  # noqa: E402
 from tokenizer import SpecialIds, parse_tokenizer, train_tokenizer  # noqa: E402
 
 SMALL = dict(n_layer=8, n_head=8, n_embd=512, n_ff=1776, vocab_size=8192, seq_len=512)
-SMALL |= dict(alpha="1/2", batch_size=16, max_steps=1, decay_steps=0)
+SMALL |= dict(alpha="1/2", batch_size=16, max_steps=1, decay=0.0)
 PAPER = {}  # the defaults are the paper's
 HEAD = dict(B=4, T=2048, V=51200, D=512)  # sequences, tokens, vocabulary, width
 Z_LOSS = 1e-4
@@ -364,7 +364,7 @@ def data(args):
         encode = prepare.make_encoder(tokenizer, np.uint16)
     model, s = small_model()
     ar, _ = make_batches(s)
-    two_sequences = Batch(*(tensor[:2] for tensor in ar[:-1]), ar.is_ar)
+    two_sequences = Batch(*(tensor[:2] for tensor in ar[:-1]), ar.objective)
     documents = many_documents()
     stream = start_epoch(documents)
     t = seconds(

@@ -33,7 +33,7 @@ TINY = dict(
     batch_size=8,
     micro_batch_size=2,
     max_steps=6,
-    decay_steps=2,
+    decay=1 / 3,
     eval_interval=2,
     eval_tokens=640,
     save_interval=2,
@@ -68,7 +68,7 @@ def make_corpus(documents, special=SPECIAL):
     starts = np.cumsum([0] + [len(document) for document in documents]).astype(np.uint64)
     tokens = np.concatenate(documents).astype(np.uint16)
     split = data.Split(tokens, starts)
-    return data.Corpus(split, split, "", special, {})
+    return data.Corpus(split, split, "", N_SPECIAL, special, {})
 
 
 def random_stream(s, n_documents=60, seed=0):
@@ -125,8 +125,14 @@ def flags(**changes):
 
 
 def read_log(folder):
+    """Return the settings that a log opens with, and its records."""
     with open(os.path.join(folder, "log.jsonl")) as file:
-        return [json.loads(line) for line in file]
+        first, *records = [json.loads(line) for line in file]
+    return first["settings"], records
+
+
+def read_records(folder):
+    return read_log(folder)[1]
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def shrink_corpus(source, target):
 
 def read_batches(folder, s):
     """Return the tensors of a run's first slot, after reading all held-out batches too."""
-    corpus = data.open_corpus(str(folder), s.vocab_size)
+    corpus = data.open_corpus(str(folder))
     list(data.val_batches(corpus, s))
     data.bytes_per_token(corpus, s)
     return data.train_batch(data.Stream(corpus, s), s, 0, 0)[:-1]

@@ -69,7 +69,7 @@ SMALL = dict(
     batch_size=16,
     micro_batch_size=4,
     max_steps=24,
-    decay_steps=8,
+    decay=1 / 3,
     eval_interval=12,
     eval_tokens=16384,
     save_interval=0,
@@ -82,7 +82,7 @@ PAPER = dict(
     eval_tokens=65536,
     save_interval=0,
     log_interval=1,
-    decay_steps=0,
+    decay=0.0,
 )
 
 # What hides the GPUs from a process; the last is for a simulated driver.
@@ -214,7 +214,7 @@ def distance(vector, other):
 def compare_arithmetic(table, folder):
     """Compare the loss and the gradient of a small model on the CPU with those on the GPU."""
     s = check(Settings(**SMALL))
-    stream = Stream(open_corpus(folder / "data", s.vocab_size), s)
+    stream = Stream(open_corpus(folder / "data"), s)
     torch.manual_seed(0)
     model = Transformer(s)
     for p in model.parameters():

@@ -501,7 +501,7 @@ def test_ranks_that_fail_together_print_one_line(finished):
 # ---- what a message advises is right -------------------------------------------------------------
 @pytest.mark.parametrize("max_steps", [997, 1500, 4321, 10**5])
 def test_the_repetitions_asked_for_are_the_least_that_work(finished, max_steps):
-    corpus = open_corpus(str(finished / "data/tiny"), 300)
+    corpus = open_corpus(str(finished / "data/tiny"))
     with pytest.raises(SystemExit) as error:
         Stream(corpus, tiny_settings(max_steps=max_steps, repetitions=1))
     least = int(re.search(r"raise repetitions to at least (\d+)", str(error.value)).group(1))
@@ -511,7 +511,7 @@ def test_the_repetitions_asked_for_are_the_least_that_work(finished, max_steps):
 
 
 def test_the_max_steps_advised_are_the_most_that_work(finished):
-    corpus = open_corpus(str(finished / "data/tiny"), 300)
+    corpus = open_corpus(str(finished / "data/tiny"))
     with pytest.raises(SystemExit) as error:
         Stream(corpus, tiny_settings(max_steps=10**5, repetitions=3))
     most = int(re.search(r"lower max_steps to (\d+)", str(error.value)).group(1))

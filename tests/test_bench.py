@@ -86,7 +86,7 @@ def one_by_one(rounds, **functions):
 @pytest.fixture
 def tiny_bench(monkeypatch, corpus, tmp_path):
     """The bench on a tiny model, a tiny corpus and tiny tasks, with a clock of our own."""
-    small = dict(seq_len=512, batch_size=16, micro_batch_size=8, max_steps=1, decay_steps=0)
+    small = dict(seq_len=512, batch_size=16, micro_batch_size=8, max_steps=1, decay=0.0)
     tokenizer = tokenizers.Tokenizer.from_file(str(corpus / "data/tiny/tokenizer.json"))
     write_tasks(tmp_path / "data/tasks", n=8)
     changes = {

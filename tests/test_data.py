@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 import data
+from configurator import fill_in
 from conftest import BOS, MASK, N_SPECIAL, SPECIAL, make_corpus, tiny_settings
 from tokenizer import find_special_ids, parse_tokenizer
 
@@ -88,23 +89,31 @@ def test_fewer_repetitions_extend_the_unique_subset():
     assert set(small.doc_starts) <= set(large.doc_starts)
 
 
-def test_too_small_a_corpus_names_settings_that_fit():
+def test_too_small_a_corpus_says_what_would_fit():
     corpus = traceable_corpus(20)
+    with pytest.raises(SystemExit, match="raise repetitions .0 takes all of the text"):
+        data.Stream(corpus, tiny_settings(vocab_size=65535, repetitions=1.0))
 
-    def stream(**changes):
-        return data.Stream(corpus, tiny_settings(vocab_size=65535, decay_steps=0, **changes))
 
-    with pytest.raises(SystemExit) as error:
-        stream(repetitions=1)
-    words = str(error.value).replace(",", "").split()
-    repetitions = int(words[words.index("least") + 1])
-    stream(repetitions=repetitions)
-    with pytest.raises(SystemExit):
-        stream(repetitions=repetitions - 1)
-    max_steps = int(words[words.index("max_steps") + 2])
-    stream(repetitions=1, max_steps=max_steps)
-    with pytest.raises(SystemExit):
-        stream(repetitions=1, max_steps=max_steps + 1)
+@pytest.mark.parametrize("n_tokens", [33, 900, 1000, 10007, 99999])
+@pytest.mark.parametrize("max_steps, repetitions", [(6, 0.0), (0, 1.0), (0, 2.4), (0, 0.5)])
+def test_all_of_the_text_is_read_where_a_setting_is_0(n_tokens, max_steps, repetitions):
+    """Of any text, and no window twice before all others were read once."""
+    s = tiny_settings(max_steps=max_steps, repetitions=repetitions, vocab_size=0)
+    fill_in(s, n_ids=300, n_tokens=n_tokens)
+    tokens = np.full(n_tokens, 20, np.uint16)
+    split = data.Split(tokens, np.array([0, n_tokens], np.uint64))
+    stream = data.Stream(data.Corpus(split, split, "", 300, SPECIAL, {}), s)
+    n_windows, n_read = n_tokens // 32, s.max_steps * 8
+    assert s.vocab_size == 300
+    if max_steps > 0:
+        assert stream.W == min(n_windows, n_read)
+        assert s.repetitions == pytest.approx(n_read / stream.W)
+    else:
+        assert s.max_steps == max(1, int(repetitions * n_windows) // 8)
+        assert stream.W <= n_windows
+        if n_read < repetitions * n_windows:
+            assert n_read / stream.W == pytest.approx(repetitions, rel=0.1)
 
 
 def test_validation_scores_the_same_targets_in_both_modes():
@@ -114,8 +123,8 @@ def test_validation_scores_the_same_targets_in_both_modes():
     n = 0
     for ar, md in data.val_batches(corpus, s):
         n += len(ar.inputs)
-        assert ar.is_ar and (ar.prefix == 0).all()
-        assert not md.is_ar and (md.prefix == 32).all()
+        assert ar.objective == "ar" and (ar.prefix == 0).all()
+        assert md.objective == "md" and (md.prefix == 32).all()
         assert (ar.targets == md.targets).all()
         assert (ar.inputs[:, 1:] == ar.targets[:, :-1]).all()
         maskable = ar.targets >= N_SPECIAL
@@ -137,13 +146,13 @@ def test_validation_is_the_same_whatever_the_seed():
 
 def test_segments_number_the_documents_of_a_window():
     x0 = np.array([30, 31, BOS, 40, 41, BOS, 50])
-    batch = data.make_batch([x0], [data.ar_example(x0)], True, SPECIAL)
+    batch = data.make_batch([x0], [data.ar_example(x0, None, None, SPECIAL)], "ar", SPECIAL)
     assert batch.segments.tolist() == [[1, 1, 2, 2, 2, 3]]
 
 
 def test_bytes_per_token_are_those_of_the_text(corpus):
     """The bytes of the validated tokens, counted piece by piece by another way of decoding."""
-    opened = data.open_corpus(corpus / "data/tiny", 2**16)
+    opened = data.open_corpus(corpus / "data/tiny")
     s = tiny_settings()
     vocabulary = json.loads(opened.tokenizer_json)["model"]["vocab"]
     n_bytes = {i: len(piece) for piece, i in vocabulary.items()}  # a character spells a byte
@@ -181,8 +190,8 @@ def test_large_vocabularies_need_four_bytes():
     assert data.token_dtype(65537) == np.uint32
 
 
-def test_a_million_documents_start_within_a_second():
-    """And a batch of 2,048-token windows takes milliseconds."""
+def test_a_million_documents_take_little_time():
+    """An epoch starts within a second, a batch of 2,048-token windows takes milliseconds of CPU."""
     lengths = np.random.default_rng(0).integers(50, 1000, 10**6)
     starts = np.append(0, np.cumsum(lengths)).astype(np.uint64)
     tokens = np.broadcast_to(np.uint16(20), starts[-1])
@@ -196,13 +205,13 @@ def test_a_million_documents_start_within_a_second():
         repetitions=1,
         alpha="0",
     )
-    stream = data.Stream(data.Corpus(split, split, "", SPECIAL, {}), s)
-    begin = time.perf_counter()
+    stream = data.Stream(data.Corpus(split, split, "", 300, SPECIAL, {}), s)
+    begin = time.process_time()
     stream.start_epoch(0)
-    epoch = time.perf_counter() - begin
+    epoch = time.process_time() - begin
     data.train_batch(stream, s, 0, 0)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for step in range(20):
         data.train_batch(stream, s, step, 0)
-    batch = (time.perf_counter() - begin) / 20
+    batch = (time.process_time() - begin) / 20
     assert epoch < 1 and batch < 0.02, (epoch, batch)

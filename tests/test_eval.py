@@ -355,7 +355,7 @@ def test_a_token_across_the_border_is_refused(trained):
 
 
 def test_heldout_asks_for_the_true_continuation_among_four(trained):
-    corpus = open_corpus(trained.settings.data_dir, trained.settings.vocab_size)
+    corpus = open_corpus(trained.settings.data_dir)
     stream = " ".join(map(str, corpus.val.tokens.tolist()))
     questions = ev.heldout_questions(trained, 1000, n_completion=8)
     assert len(questions) > 20
@@ -390,7 +390,7 @@ def test_heldout_takes_1000_passages_or_as_many_as_asked(checkpoint, tmp_path, m
 
 def test_a_stride_of_one_completion_asks_for_every_token_once(trained):
     """Completions do not overlap, contexts do; a document's first context is never asked for."""
-    tokens, starts = open_corpus(trained.settings.data_dir, trained.settings.vocab_size).val
+    tokens, starts = open_corpus(trained.settings.data_dir).val
     expected = []
     for start, end in itertools.pairwise(starts.tolist()):
         for place in range(start + 1 + 16, end - 3, 4):

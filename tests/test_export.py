@@ -389,7 +389,7 @@ def test_training_starts_at_the_ar_loss_of_a_llama_and_its_md_loss_falls(corpus,
     run("train.py", *flags(**changes, max_steps=20), cwd=tmp_path)
     records = [record for record in read_log(tmp_path / "out") if "val_ar" in record]
     s = tiny_settings(vocab_size=301)
-    expected = ar_loss_of(llama, open_corpus(tmp_path / "data", 301), s)
+    expected = ar_loss_of(llama, open_corpus(tmp_path / "data"), s)
     assert records[0]["step"] == 0
     assert records[0]["val_ar"] == pytest.approx(expected, abs=1e-4)
     assert records[-1]["val_md"] < 0.9 * records[0]["val_md"]

@@ -19,11 +19,11 @@ POSITIONS = torch.arange(T)[None]
 SHARED = torch.tensor([[0] * 6 + [1] * 4 + [2] * 6])  # a context and two choices
 
 
-def make_batch(tokens, targets, prefix, is_ar=True):
+def make_batch(tokens, targets, prefix, objective="ar"):
     """Return a batch of whole windows, every target with the same weight."""
     weights = torch.full(tokens.shape, 1 / T)
     segments = 1 + (tokens == BOS).cumsum(1)
-    return Batch(tokens, targets, weights, segments, torch.tensor([prefix]), is_ar)
+    return Batch(tokens, targets, weights, segments, torch.tensor([prefix]), objective)
 
 
 def reach(prefix, segments=SEGMENTS, positions=POSITIONS):

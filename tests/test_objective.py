@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from conftest import (
     tiny_settings,
 )
 
+ar_example = partial(data.ar_example, u=None, generator=None, special=SPECIAL)
 DOCUMENT = np.array([BOS, 20, 33, 21, 47, BOS])  # four tokens, and the <s> that closes the window
 
 
@@ -54,7 +56,7 @@ def test_md_loss_is_the_any_order_likelihood():
         for k in (1, 2, 3, 4):
             examples.append(data.md_example(DOCUMENT, (k - 0.5) / 4, Fixed(order), SPECIAL))
     assert len({tuple(example.inputs) for example in examples}) == 15
-    batch = data.make_batch([DOCUMENT] * len(examples), examples, False, SPECIAL)
+    batch = data.make_batch([DOCUMENT] * len(examples), examples, "md", SPECIAL)
     loss = model.loss(batch)[1].item() / len(examples)
 
     total = 0
@@ -70,7 +72,7 @@ def test_md_loss_is_the_any_order_likelihood():
 def test_ar_loss_is_the_chain_rule():
     """Each target, the closing <s> too, from a pass that has seen only what comes before it."""
     model = random_model(tiny_settings())
-    batch = data.make_batch([DOCUMENT], [data.ar_example(DOCUMENT)], True, SPECIAL)
+    batch = data.make_batch([DOCUMENT], [ar_example(DOCUMENT)], "ar", SPECIAL)
     nll = []
     for i in range(1, 6):
         nll.append(-log_probabilities(model, DOCUMENT[:i], causal=True)[-1, DOCUMENT[i]].item())
@@ -104,7 +106,7 @@ def test_a_copier_has_zero_loss_only_with_the_right_shift():
     x0 = np.append(BOS, rng.permutation(np.arange(N_SPECIAL, 48)))
     weights = np.ones(32)
     weights[-1] = 0  # its target is not among the inputs
-    batch = data.make_batch([x0], [data.Example(x0[:-1], weights)], False, SPECIAL)
+    batch = data.make_batch([x0], [data.Example(x0[:-1], weights, 32)], "md", SPECIAL)
     model = random_model(tiny_settings(n_embd=64, n_head=1, vocab_size=64, n_layer=1))
 
     def copy_next(tokens, mask, positions):
@@ -126,7 +128,7 @@ def test_expected_weight_is_flat_and_special_tokens_stay():
     for k in range(1, 7):
         for shift in range(6):  # cyclic orders: each place comes equally often among the first k
             order = np.roll(np.arange(6), shift)
-            x, weights = data.md_example(x0, (k - 0.5) / 6, Fixed(order), SPECIAL)
+            x, weights, _ = data.md_example(x0, (k - 0.5) / 6, Fixed(order), SPECIAL)
             masked = np.flatnonzero(x == MASK)
             assert len(masked) == k
             assert set(masked) <= set(maskable)
@@ -144,7 +146,7 @@ def test_random_masks_are_uniform_and_spare_special_tokens():
     rng = np.random.default_rng(0)
     counts, total = np.zeros(M + 1), np.zeros(8)
     for _ in range(n):
-        x, weights = data.md_example(x0, rng.random(), rng, SPECIAL)
+        x, weights, _ = data.md_example(x0, rng.random(), rng, SPECIAL)
         assert x[0] == BOS and x[4] == BOS
         counts[(x == MASK).sum()] += 1
         total += weights
@@ -157,7 +159,7 @@ def test_random_masks_are_uniform_and_spare_special_tokens():
 
 def test_a_window_without_maskable_tokens_has_no_md_loss():
     x0 = np.array([BOS, BOS, BOS, 40])
-    x, weights = data.md_example(x0, 0.5, np.random.default_rng(0), SPECIAL)
+    x, weights, _ = data.md_example(x0, 0.5, np.random.default_rng(0), SPECIAL)
     assert (x == BOS).all() and (weights == 0).all()
 
 
@@ -174,7 +176,7 @@ def test_mask_counts_are_stratified_over_the_step():
     shares = []
     for slot in range(4):
         batch = data.train_batch(stream, s, 1, slot)
-        if not batch.is_ar:
+        if batch.objective == "md":
             shares += shares_masked(batch).tolist()
     assert len(shares) == 6
     assert (np.abs(np.sort(shares) - (np.arange(6) + 0.5) / 6) < 1 / 6).all()
@@ -188,7 +190,6 @@ def test_mask_counts_are_unbiased():
         micro_batch_size=1,
         max_steps=2000,
         repetitions=2000,
-        decay_steps=0,
     )
     stream = random_stream(s)
     shares = [shares_masked(data.train_batch(stream, s, step, 0)).item() for step in range(2000)]
@@ -201,7 +202,7 @@ def test_alpha_is_exact_over_every_den_slots(den):
     slots = np.arange(3 * den)
     for num in {0, 1, den // 3, den // 2, den - 1, den}:
         alpha = Fraction(num, den)
-        ar = data.slot_is_ar(slots, alpha)
+        ar = data.slot_objective(slots, alpha) == "ar"
         n_ar = np.convolve(ar, np.ones(alpha.denominator), "valid")
         assert (n_ar == alpha.numerator).all()
 
@@ -216,7 +217,7 @@ def test_ar_sees_a_token_alpha_R_times_on_average():
     for step in range(s.max_steps):
         for slot in range(4):
             batch = data.train_batch(stream, s, step, slot)
-            if batch.is_ar:
+            if batch.objective == "ar":
                 seen.update(batch.inputs.flatten().tolist())
     del seen[BOS]
     counts = list(seen.values())
@@ -235,10 +236,10 @@ def test_same_sequences_and_objectives_on_any_number_of_ranks():
             for micro in range(4 // world):
                 batch = data.train_batch(stream, s, 2, micro * world + rank)
                 for targets, inputs in zip(batch.targets.tolist(), batch.inputs.tolist()):
-                    pairs.append((targets, inputs, batch.is_ar))
+                    pairs.append((targets, inputs, batch.objective))
         seen.append(sorted(pairs))
     assert seen[0] == seen[1] == seen[2]
-    assert sum(is_ar for _, _, is_ar in seen[0]) == 6
+    assert sum(objective == "ar" for _, _, objective in seen[0]) == 6
 
     stream = random_stream(other)
     targets = []

@@ -27,6 +27,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import data
 import prepare
+from configurator import fill_in, make_settings, read_settings
 from conftest import ROOT, prose
 from tokenizer import SPECIAL_TOKENS, find_special_ids, with_mask_token
 
@@ -69,7 +70,7 @@ def load_tokenizer(folder):
 def decode_split(folder, split):
     """Return the texts of a prepared split."""
     tokenizer = load_tokenizer(folder)
-    corpus = data.open_corpus(folder, 2**20)
+    corpus = data.open_corpus(folder)
     tokens, starts = getattr(corpus, split)
     texts = []
     for start, end in zip(starts[:-1], starts[1:]):
@@ -146,7 +147,7 @@ def test_standard_input_gives_the_same_bytes_under_any_hash_seed(tmp_path, plain
 
 
 def test_every_document_is_there_once_behind_its_bos(plain, texts):
-    corpus = data.open_corpus(plain / "out", 400)
+    corpus = data.open_corpus(plain / "out")
     meta = json.loads((plain / "out" / "meta.json").read_text())
     for name in ("train", "val"):
         tokens, starts = getattr(corpus, name)
@@ -221,12 +222,12 @@ def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
     command = shlex.split(printed.splitlines()[-1].partition("Next: ")[2])
     assert command[:4] == ["python", "train.py", "config/demo.py", f"--data_dir={out}"]
     monkeypatch.chdir(ROOT)
-    demo = prepare.load_settings(command[2:], "")
-    assert demo.vocab_size == 400 and demo.out_dir == "out/my text"
-    data.Stream(data.open_corpus(tmp_path / demo.data_dir, demo.vocab_size), demo)  # not refused
-
-    meta = {"vocab_size": 1024, "train": {"tokens": 10**9}}
-    assert prepare.next_command(Path("data/pydocs"), meta) == "python train.py config/demo.py"
+    demo = make_settings(read_settings(command[2:], ""))
+    assert demo.out_dir == "out/my text"
+    corpus = data.open_corpus(tmp_path / demo.data_dir)
+    fill_in(demo, corpus.vocab_size, len(corpus.train.tokens))
+    data.Stream(corpus, demo)  # not refused
+    assert prepare.next_command(Path("data/pydocs")) == "python train.py config/demo.py"
 
 
 # ---- small and large .txt files ------------------------------------------------------------------
@@ -440,7 +441,7 @@ def test_a_foreign_tokenizer_encodes_as_it_does_by_itself(tmp_path, plain, texts
     flags = ["--tokenizer", tmp_path / "tokenizer.json"]
     run_prepare("--input", plain / "text.jsonl", "--out", tmp_path / "out", *flags)
 
-    corpus = data.open_corpus(tmp_path / "out", n_tokens + 1)
+    corpus = data.open_corpus(tmp_path / "out")
     assert corpus.special.mask == n_tokens
     assert corpus.special.bos == foreign.token_to_id(bos)
     foreign.no_truncation()
@@ -495,7 +496,7 @@ def test_large_vocabularies_have_four_bytes_a_token(tmp_path, n_words, dtype):
     (tmp_path / "x.jsonl").write_bytes(jsonl([f"{words[-1]} {word}" for word in words[:50]]))
     flags = ["--tokenizer", tmp_path / "tokenizer.json"]
     run_prepare("--input", tmp_path / "x.jsonl", "--out", tmp_path / "out", *flags)
-    corpus = data.open_corpus(tmp_path / "out", n_words + 3)
+    corpus = data.open_corpus(tmp_path / "out")
     assert corpus.train.tokens.dtype == dtype and corpus.special.mask == n_words + 2
     assert corpus.train.tokens[:2].tolist() == [1, n_words + 1]
 

@@ -12,7 +12,16 @@ from fractions import Fraction
 import pytest
 
 import errors
-from configurator import ALIASES, FREE_ON_RESUME, MODEL_SETTINGS, Settings, check, load_settings
+from configurator import (
+    FREE_ON_RESUME,
+    HINTS,
+    MODEL_SETTINGS,
+    Settings,
+    check,
+    fill_in,
+    make_settings,
+    read_settings,
+)
 from conftest import ROOT, run
 
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
@@ -30,13 +39,19 @@ PAPER = [
 
 
 def load(*argv):
-    return load_settings(list(argv), "usage")
+    return make_settings(read_settings(list(argv), "usage"))
+
+
+def fill(s, n_tokens=10**15):
+    """Return the settings once they know their data."""
+    fill_in(s, 300, n_tokens)
+    return s
 
 
 def refused(capsys, *argv):
     """The one line with which these arguments are refused."""
     with pytest.raises(SystemExit) as error:
-        load(*argv)
+        fill(load(*argv))
     line = error.value.code
     assert line.startswith("error: ") and "\n" not in line and capsys.readouterr() == ("", "")
     return line
@@ -88,15 +103,17 @@ def test_defaults_are_the_papers():
         51200,
         2048,
     )
-    assert (s.max_steps, s.decay_steps, s.batch_size, s.learning_rate, s.weight_decay) == (
+    assert (s.max_steps, s.decay, s.batch_size, s.learning_rate, s.weight_decay) == (
         8192,
-        2048,
+        0.25,
         2048,
         0.007,
         0.1,
     )
-    assert (s.alpha, s.ar_weight, s.z_loss, s.grad_clip) == ("63/64", 1, 1e-4, 0)
-    assert {*FREE_ON_RESUME, *MODEL_SETTINGS, *ALIASES.values()} < set(FIELDS)
+    assert (s.alpha, s.ar_weight, s.z_loss, s.grad_clip) == ("auto", 1, 1e-4, 0)
+    assert {*FREE_ON_RESUME, *MODEL_SETTINGS} < set(FIELDS)
+    for hint in HINTS.values():
+        assert all(name in FIELDS for name in re.findall(r"'(\w+)'", hint))
 
 
 def test_help_lists_every_setting_with_default_and_meaning(capsys):
@@ -105,7 +122,7 @@ def test_help_lists_every_setting_with_default_and_meaning(capsys):
             load("no_such_file.py", flag)
         assert not end.value.code
         text = capsys.readouterr().out
-        assert text.startswith("usage\n")
+        assert text.startswith("usage: train.py") and "\nusage\n" in text
         for field in dataclasses.fields(Settings):
             line = re.search(
                 rf"^ +{field.name}: (\w+) = (.+?) +# \w.{{3,}}$",
@@ -198,15 +215,14 @@ def test_a_file_may_import_compute_and_define(config):
             "config/mine.py: no setting named 'learing_rate', did you mean 'learning_rate'?",
         ),
         ("for i in range(3): pass", "config/mine.py: no setting named 'i'; there are: n_layer, "),
-        ("compile = 0", "config/mine.py: 'compile' is bool, got 0"),
-        ("n_layer = True", "config/mine.py: 'n_layer' is int, got True"),
-        ("n_layer = '4'", "config/mine.py: 'n_layer' is int, got '4'"),
-        ("n_layer = 4.5", "config/mine.py: 'n_layer' is int, got 4.5"),
-        ("n_layer = float('inf')", "config/mine.py: 'n_layer' is int, got inf"),
-        ("learning_rate = '0.1'", "config/mine.py: 'learning_rate' is float, got '0.1'"),
-        ("learning_rate = None", "config/mine.py: 'learning_rate' is float, got None"),
-        ("alpha = [1, 2]", "config/mine.py: 'alpha' is str, got [1, 2]"),
-        ("data_dir = 5", "config/mine.py: 'data_dir' is str, got 5"),
+        ("compile = 0", "config/mine.py: 'compile': expected bool, got 0"),
+        ("n_layer = True", "config/mine.py: 'n_layer': expected int, got True"),
+        ("n_layer = 4.5", "config/mine.py: 'n_layer': expected int, got 4.5"),
+        ("n_layer = float('inf')", "config/mine.py: 'n_layer': expected int, got inf"),
+        ("learning_rate = 'low'", "config/mine.py: 'learning_rate': expected float, got 'low'"),
+        ("learning_rate = None", "config/mine.py: 'learning_rate': expected float, got None"),
+        ("alpha = [1, 2]", "config/mine.py: 'alpha': expected str, got [1, 2]"),
+        ("data_dir = 5", "config/mine.py: 'data_dir': expected str, got 5"),
         ("learning_rate = float('nan')", "'learning_rate' must be from 0 to 1e15; got nan"),
         ("n_layer = ", "config/mine.py: SyntaxError: "),
         ("n_layer = 1 / 0", "config/mine.py: ZeroDivisionError: division by zero"),
@@ -228,16 +244,19 @@ def test_mistakes_in_a_file(config, capsys, text, phrase):
         ),
         ("--outdir=x", "command line: no setting named 'outdir', did you mean 'out_dir'?"),
         ("--__class__=1", "command line: no setting named '__class__'"),
-        ("--compile=0", "command line: 'compile' is bool, got 0"),
-        ("--compile=yes", "command line: 'compile' is bool, got 'yes'"),
-        ("--lr=0.1", "command line: no setting named 'lr', did you mean 'learning_rate'?"),
-        ("--max_iters=5", "command line: no setting named 'max_iters', did you mean 'max_steps'?"),
-        ("--max_steps", "command line: 'max_steps' is int, got ''"),
-        ("--out_dir=", "command line: 'out_dir' is str, got ''"),
-        ("--n_layer=two", "command line: 'n_layer' is int, got 'two'"),
-        ("--n_layer=__import__('os')", "command line: 'n_layer' is int, got \"__import__('os')\""),
-        ("--n_layer={[]: 1}", "command line: 'n_layer' is int, got '{[]: 1}'"),
-        ("--n_layer=1e-1", "command line: 'n_layer' is int, got 0.1"),
+        ("--compile=0", "argument --compile: expected bool, got '0'"),
+        ("--compile=yes", "argument --compile: expected bool, got 'yes'"),
+        ("--lr=0.1", "command line: no setting named 'lr'; did you mean 'learning_rate'?"),
+        ("--decay_steps=5", "no setting named 'decay_steps'; set 'decay', a share of the steps"),
+        ("--keep=5", "no setting named 'keep'; set 'milestones'"),
+        ("--config=x.py", "a config file needs no flag: python train.py config/demo.py"),
+        ("-alpha=1", "command line: write --alpha, with two dashes"),
+        ("--max_steps", "argument --max_steps: expected one argument"),
+        ("--out_dir=", "argument --out_dir: expected str, got ''"),
+        ("--n_layer=two", "argument --n_layer: expected int, got 'two'"),
+        ("--n_layer=1e-1", "argument --n_layer: expected int, got '1e-1'"),
+        ("--decay=1.5", "'decay' must be a share of the steps, from 0 to 1; got 1.5"),
+        ("--milestones=1,x", "'milestones' must be steps with commas between them"),
         ("--n_embd=100", "'n_embd' must be n_head 16 times an even number"),
         ("--n_embd=48", "'n_embd' must be n_head 16 times an even number"),
         (
@@ -245,7 +264,6 @@ def test_mistakes_in_a_file(config, capsys, text, phrase):
             "'batch_size' must be a multiple of micro_batch_size: 2000 or 2008; got 2001",
         ),
         ("--batch_size=5", "'batch_size' must be a multiple of micro_batch_size: 8 or 16; got 5"),
-        ("--decay_steps=8193", "'decay_steps' must be at most max_steps 8192; got 8193"),
         ("--seq_len=1", "'seq_len' must be from 2 to eval_tokens 4194304; got 1"),
         ("--eval_tokens=2047", "'seq_len' must be from 2 to eval_tokens 2047; got 2048"),
         ("--dtype=float16", "'dtype' must be auto, float32 or bfloat16; got float16"),
@@ -269,14 +287,14 @@ def test_a_missing_file_where_there_is_no_config_folder(tmp_path, monkeypatch, c
 )
 def test_numbers_that_are_none_are_refused_by_name(name, capsys):
     for value in ("-1", "1e999", "-1e999", "1e16"):
-        assert f"'{name}'" in refused(capsys, f"--{name}={value}")
+        assert name in refused(capsys, f"--{name}={value}")
     for value in (float("nan"), float("inf"), -0.5):
         with pytest.raises(SystemExit, match=f"error: '{name}' must be "):
             check(Settings(**{name: value}))
 
 
 def test_what_may_be_zero():
-    may = {"seed", "decay_steps", "eval_interval", "save_interval", "log_interval"}
+    may = {"seed", "vocab_size", "max_steps", "eval_interval", "save_interval", "log_interval"}
     for name in (name for name in FIELDS if type(getattr(Settings(), name)) is int):
         if name in may:
             assert getattr(load(f"--{name}=0"), name) == 0
@@ -313,7 +331,7 @@ def test_text_settings_are_not_read_as_numbers():
         (["--resume"], {"resume": True}),
         (["--resume", "--n_layer", "3"], {"resume": True, "n_layer": 3}),
         (["--resume=true", "--compile=False"], {"resume": True, "compile": False}),
-        (["--compile", "false", "--seed", "5"], {"compile": False, "seed": 5}),
+        (["--compile=false", "--seed", "5"], {"compile": False, "seed": 5}),
         (["--resume", "config/demo.py"], {"resume": True, "n_layer": 4}),
         (["--alpha", "3/4", "config/demo.py"], {"alpha": "3/4", "n_layer": 4}),
     ],
@@ -365,22 +383,36 @@ def test_alpha_is_exactly_the_fraction_that_was_given(config, given, alpha):
     ],
 )
 def test_an_alpha_too_fine_for_the_run_is_refused_with_the_nearest(capsys, given, steps, nearest):
-    run = ["--batch_size=32", "--decay_steps=0", f"--max_steps={steps}"]
+    run = ["--batch_size=32", f"--max_steps={steps}"]
     line = refused(capsys, *run, f"--alpha={given}")
     assert "cannot be scheduled" in line
     assert line.endswith(f"is {nearest}")
-    load(*run, f"--alpha={nearest}")
+    fill(load(*run, f"--alpha={nearest}"))
 
 
 @pytest.mark.parametrize(
-    "R, alpha", [(1, "63/64"), (16, "63/64"), (17, "16/17"), (32, "1/2"), (128, "1/8")]
+    "R, alpha",
+    [(1, "63/64"), (16, "63/64"), (17, "16/17"), (32, "1/2"), (128, "1/8"), (2.4, "63/64")]
+    + [(295.4, "2/37"), (10**5, "1/64"), (0.5, "63/64")],
 )
 def test_alpha_auto_is_the_papers_advice(R, alpha):
-    assert (
-        load(f"--repetitions={R}").alpha
-        == load("--alpha=auto", f"--repetitions={R}").alpha
-        == alpha
-    )
+    """16 repetitions of AR and at most 63/64, as a fraction that a run can schedule."""
+    assert fill(load(f"--repetitions={R}")).alpha == alpha
+    assert fill(load("--alpha=auto", f"--repetitions={R}")).alpha == alpha
+
+
+def test_alpha_auto_knows_the_repetitions_that_follow_from_the_data():
+    """2 steps of 3,200 windows read 100 windows 64 times."""
+    s = load("--repetitions=0", "--max_steps=2", "--batch_size=3200")
+    assert fill(s, n_tokens=100 * 2048 + 5).repetitions == 64
+    assert s.alpha == "1/4"
+
+
+def test_what_follows_from_the_data_is_refused_where_it_cannot(capsys):
+    assert "one follows from the other" in refused(capsys, "--repetitions=0", "--max_steps=0")
+    assert "vocab_size 299 is too small" in refused(capsys, "--vocab_size=299")
+    with pytest.raises(SystemExit, match="less than one window of 2,048"):
+        fill(load(), n_tokens=2047)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -11,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 import data
-from checkpoint import find_checkpoint, load_model, overfits
+from checkpoint import find_checkpoint, load_model, newest_checkpoint, overfits
 from conftest import (
     N_SPECIAL,
     ROOT,
     flags,
     random_model,
     random_stream,
-    read_log,
+    read_records,
     run,
     tiny_settings,
     torchrun,
@@ -32,8 +33,13 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
+def newest(folder):
+    """Return the newest checkpoint of a run."""
+    return load(newest_checkpoint(folder))
+
+
 def weights(folder):
-    return load(folder / "ckpt.pt")["model"]
+    return newest(folder)["model"]
 
 
 def assert_same_bits(a, b):
@@ -69,7 +75,7 @@ def whole(corpus):
 # ---- the log -------------------------------------------------------------------------------------
 def test_the_log_has_every_promised_field(whole):
     """Held-out losses fall, the rate decays to 0, and the last record alone says done."""
-    log = read_log(whole)
+    log = read_records(whole)
     assert [record["step"] for record in log] == list(range(7))
     for record in log[1:]:
         assert record["tokens"] == record["step"] * 256
@@ -101,9 +107,9 @@ def test_validation_equals_a_plain_cross_entropy(whole, corpus):
         scored[-1] = False
         total += ce[scored].sum().item()
         count += scored.sum().item()
-    last = read_log(whole)[-1]
+    last = read_records(whole)[-1]
     assert last["val_ar"] == pytest.approx(total / count, rel=1e-5)
-    opened = data.open_corpus(corpus / "data/tiny", 300)
+    opened = data.open_corpus(corpus / "data/tiny")
     n_bytes = data.bytes_per_token(opened, tiny_settings())
     assert last["val_ar_bpb"] == pytest.approx(total / count / n_bytes / np.log(2), rel=1e-5)
 
@@ -116,7 +122,7 @@ def test_start_up_names_the_mean_and_spread_of_repetitions(corpus):
 def test_repetitions_are_those_that_the_windows_allow(corpus):
     """16 windows in all, a fifteenth of them unique: two, each read 8 times."""
     output = train(corpus, "out/few", alpha="1/2", repetitions=15, max_steps=2)
-    assert "x 8 repetitions" in output and "by AR 4 times" in output
+    assert "used, 8 times each" in output and "by AR 4 times" in output
 
 
 def test_overfit_is_the_papers_definition():
@@ -136,10 +142,14 @@ def test_overfit_is_the_papers_definition():
     assert not overfits(records((5, 5), (4, 4.5)) + between, "ar")
 
 
-def test_a_first_checkpoint_without_its_last_name_is_found(tmp_path):
-    """A process killed between the names of its first checkpoint leaves only ckpt_3.pt."""
-    (tmp_path / "ckpt_3.pt").touch()
-    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt_3.pt")
+def test_the_newest_checkpoint_has_the_highest_step(tmp_path):
+    """Numbers, not names, are compared. A run of an earlier version calls its newest ckpt.pt."""
+    with pytest.raises(SystemExit, match="there is no checkpoint in"):
+        find_checkpoint(str(tmp_path))
+    for name in ("ckpt_9.pt", "ckpt_10.pt", "ckpt_best.pt", "ckpt.tmp"):
+        (tmp_path / name).touch()
+    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt_10.pt")
+    assert find_checkpoint(str(tmp_path / "ckpt_9.pt")) == str(tmp_path / "ckpt_9.pt")
     (tmp_path / "ckpt.pt").touch()
     assert find_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt.pt")
 
@@ -160,7 +170,7 @@ sys.argv = [script] + sys.argv[4:]
 folder = [a for a in sys.argv if a.startswith("--out_dir=")][0].removeprefix("--out_dir=")
 dumps = json.dumps
 def interrupt(record):
-    if record["step"] == step:
+    if record.get("step") == step:
         with open(folder + "/log.jsonl", "a") as log:
             log.write('{"step": 4, "tor')
         os.kill(os.getpid(), number)
@@ -179,7 +189,7 @@ def interrupted(corpus, out, step, number, code, **changes):
 
 
 def log_without_speed(folder):
-    records = read_log(folder)
+    records = read_records(folder)
     for record in records:
         record.pop("tok_per_s", None)
     return records
@@ -203,7 +213,7 @@ def test_a_signal_saves_and_resumes_bit_exactly(whole, corpus, number):
     output = interrupted(corpus, out, 1, number, 128 + number, save_interval=0)
     assert "saved" in output and "done" not in output
     assert ("press again to quit" in output) == (number == signal.SIGINT)
-    assert load(corpus / out / "ckpt.pt")["step"] == 2
+    assert newest(corpus / out)["step"] == 2
     train(corpus, out, "--resume", save_interval=0)
     assert_same_bits(weights(whole), weights(corpus / out))
     assert log_without_speed(whole) == log_without_speed(corpus / out)
@@ -214,7 +224,7 @@ def test_ranks_change_nothing_but_rounding(whole, corpus, n):
     """4 slots on 1, 2 or 4 processes: weights to 1e-4, every logged loss to 1e-4."""
     train(corpus, f"out/ranks{n}", n=n)
     assert_close(weights(whole), weights(corpus / f"out/ranks{n}"))
-    for a, b in zip(read_log(whole), read_log(corpus / f"out/ranks{n}"), strict=True):
+    for a, b in zip(read_records(whole), read_records(corpus / f"out/ranks{n}"), strict=True):
         assert a.keys() == b.keys()
         for name in ("train_ar", "train_md", "val_ar", "val_md"):
             if name in a:
@@ -223,9 +233,9 @@ def test_ranks_change_nothing_but_rounding(whole, corpus, n):
 
 def test_resume_on_another_number_of_ranks(whole, corpus):
     """Two processes until step 4, then one: the momentum of both owners is in the checkpoint."""
-    train(corpus, "out/moved", n=2, keep=5)
+    train(corpus, "out/moved", n=2)
     folder = corpus / "out/moved"
-    os.replace(folder / "ckpt_4.pt", folder / "ckpt.pt")
+    (folder / "ckpt_6.pt").unlink()
     assert "at step 4" in train(corpus, "out/moved", "--resume")
     assert_close(weights(whole), weights(folder))
 
@@ -241,29 +251,73 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(corpus):
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
-def test_the_newest_checkpoints_and_the_one_before_the_decay_are_kept(corpus):
-    changes = dict(keep=2, save_interval=1, max_steps=5, decay_steps=2)
-    train(corpus, "out/keep", **changes)
-    folder = corpus / "out/keep"
+def test_the_newest_the_start_of_the_decay_and_milestones_stay(corpus):
+    """Milestones are also saved where no interval asks for them; nothing else stays."""
+    changes = dict(save_interval=2, max_steps=5, decay=0.4, milestones="1,9")
+    train(corpus, "out/stay", **changes)
+    folder = corpus / "out/stay"
     steps = {file.name: load(file)["step"] for file in folder.glob("*.pt")}
-    assert steps == {"ckpt.pt": 5, "ckpt_4.pt": 4, "ckpt_5.pt": 5, "ckpt_decay.pt": 3}
+    assert steps == {"ckpt_1.pt": 1, "ckpt_3.pt": 3, "ckpt_5.pt": 5}
 
     # With a flipped bit in the newest, the error names what can take its place.
-    content = bytearray((folder / "ckpt.pt").read_bytes())
+    content = bytearray((folder / "ckpt_5.pt").read_bytes())
     content[len(content) // 2] ^= 1
-    (folder / "ckpt.pt").unlink()
-    (folder / "ckpt.pt").write_bytes(content)
-    arguments = [*flags(data_dir="data/tiny", out_dir="out/keep", **changes), "--resume"]
+    (folder / "ckpt_5.pt").write_bytes(content)
+    arguments = ["--resume", "--out_dir=out/stay"]
     error = run("train.py", *arguments, cwd=corpus, code=1)
-    assert "error: out/keep/ckpt.pt is damaged" in error and "out/keep/ckpt_decay.pt" in error
-    os.replace(folder / "ckpt_decay.pt", folder / "ckpt.pt")
+    assert "error: out/stay/ckpt_5.pt is damaged" in error
+    assert "remove it to go on from out/stay/ckpt_3.pt" in error
+    (folder / "ckpt_5.pt").unlink()
     assert "at step 3" in run("train.py", *arguments, cwd=corpus)
+
+
+def test_without_a_decay_the_rate_stays(corpus):
+    """The last record included; and no checkpoint stays but the newest."""
+    train(corpus, "out/flat", decay=0.0, max_steps=3)
+    assert [record["lr"] for record in read_records(corpus / "out/flat")] == [0.007] * 4
+    assert [file.name for file in (corpus / "out/flat").glob("*.pt")] == ["ckpt_3.pt"]
+
+
+def test_the_settings_of_a_run_are_the_defaults_of_its_continuation(whole, corpus):
+    """--resume and the directory are enough; what is named besides must agree."""
+    shutil.copytree(whole, corpus / "out/copy")
+    (corpus / "out/copy/ckpt_6.pt").unlink()
+    output = run("train.py", "--resume", "--out_dir=out/copy", cwd=corpus)
+    assert "continuing out/copy at step 4" in output
+    assert_same_bits(weights(whole), weights(corpus / "out/copy"))
+    changed = ["--resume", "--out_dir=out/copy", "--learning_rate=0.1"]
+    error = run("train.py", *changed, cwd=corpus, code=1)
+    assert "learning_rate was 0.007, is 0.1" in error
+
+
+def test_resume_begins_a_run_that_is_not_there(whole, corpus):
+    """As a job script wants it. With neither a run nor settings there is nothing to do."""
+    train(corpus, "out/begun", "--resume")
+    assert_same_bits(weights(whole), weights(corpus / "out/begun"))
+    error = run("train.py", "--resume", "--out_dir=out/nowhere", cwd=corpus, code=1)
+    assert "there is no run in out/nowhere to continue" in error
+    error = run("train.py", *flags(data_dir="data/tiny", out_dir="out/begun"), cwd=corpus, code=1)
+    assert "out/begun holds a run already: continue it with --resume" in error
+
+
+def test_a_run_of_an_earlier_version_is_refused_but_its_model_is_taken(whole, corpus):
+    """It has another format, and settings that are gone."""
+    content = newest(whole)
+    content["format"] = 2
+    content["settings"] |= {"decay_steps": 2, "keep": 1}
+    (corpus / "out/earlier").mkdir()
+    torch.save(content, corpus / "out/earlier/ckpt.pt")
+    error = run("train.py", "--resume", "--out_dir=out/earlier", cwd=corpus, code=1)
+    assert "only the version that began it can continue" in error
+    output = train(corpus, "out/later", "--init_from=out/earlier", max_steps=1)
+    assert "starting from out/earlier at step 0" in output
+    assert load_model(str(corpus / "out/earlier")).settings.n_layer == 2
 
 
 def test_a_checkpoint_holds_no_padding(whole, corpus):
     """Matrices live in stacks, padded for the ranks; what is saved is their own size."""
-    train(corpus, "out/padded", n=4, max_steps=1, decay_steps=0, alpha="1/2")
-    content = load(corpus / "out/padded/ckpt.pt")
+    train(corpus, "out/padded", n=4, max_steps=1, decay=0.0, alpha="1/2")
+    content = newest(corpus / "out/padded")
     for tensor in [*content["model"].values(), *content["momentum"]]:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
 
@@ -271,10 +325,10 @@ def test_a_checkpoint_holds_no_padding(whole, corpus):
 # ---- starting from another run -------------------------------------------------------------------
 def test_a_run_can_be_extended_from_before_its_decay(corpus):
     """With R and steps doubled the data is the same, and so is every bit of a run planned so."""
-    train(corpus, "out/short", max_steps=6, decay_steps=2, repetitions=2)
-    longer = dict(max_steps=12, decay_steps=2, repetitions=4)
+    train(corpus, "out/short", max_steps=6, repetitions=2)
+    longer = dict(max_steps=12, decay=1 / 6, repetitions=4)
     train(corpus, "out/long", **longer)
-    start = "--init_from=out/short/ckpt_decay.pt"
+    start = "--init_from=out/short/ckpt_4.pt"
     assert "starting from" in train(corpus, "out/extended", start, **longer)
     assert_same_bits(weights(corpus / "out/long"), weights(corpus / "out/extended"))
     assert log_without_speed(corpus / "out/long") == log_without_speed(corpus / "out/extended")
@@ -285,9 +339,9 @@ def test_an_extended_run_has_its_own_settings_and_is_not_done(whole, corpus):
     changes = dict(max_steps=8, repetitions=3, weight_decay=0.7)
     output = train(corpus, "out/onward", "--init_from=out/whole", **changes)
     assert "starting from out/whole at step 6" in output
-    groups = load(corpus / "out/onward/ckpt.pt")["adamw"]["param_groups"]
+    groups = newest(corpus / "out/onward")["adamw"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.7]
-    log = read_log(corpus / "out/onward")
+    log = read_records(corpus / "out/onward")
     assert [record["step"] for record in log] == list(range(9))
     assert [record["step"] for record in log if "done" in record] == [8]
 
@@ -308,18 +362,6 @@ def test_init_from_takes_the_model_and_refuses_other_tokens(whole, corpus, tmp_p
     assert "another tokenizer" in error
 
 
-def test_a_restart_resumes_only_what_its_own_job_began(corpus):
-    """A job that is refused because the directory holds a run is not let in by its restart."""
-    train(corpus, "out/taken")
-    arguments = ["train.py", *flags(data_dir="data/tiny", out_dir="out/taken")]
-    other_job = dict(TORCHELASTIC_RESTART_COUNT=1, TORCHELASTIC_RUN_ID="another job")
-    assert "holds a run already" in run(*arguments, cwd=corpus, code=1, **other_job)
-    same_job = dict(TORCHELASTIC_RESTART_COUNT=1, TORCHELASTIC_RUN_ID="this job")
-    arguments = ["train.py", *flags(data_dir="data/tiny", out_dir="out/begun")]
-    run(*arguments, cwd=corpus, **same_job)
-    assert "resuming out/begun" in run(*arguments, cwd=corpus, **same_job)
-
-
 # Stands in for the package: writes down how it is called.
 WANDB = """
 import json
@@ -337,7 +379,7 @@ def test_a_resumed_run_continues_the_same_one_in_wandb(corpus, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
     arguments = ["train.py", "--wandb", *flags(data_dir=corpus / "data/tiny", out_dir="out/w")]
     run(*arguments, cwd=tmp_path, PYTHONPATH=tmp_path)
-    os.replace(tmp_path / "out/w/ckpt_decay.pt", tmp_path / "out/w/ckpt.pt")
+    (tmp_path / "out/w/ckpt_6.pt").unlink()
     run(*arguments, "--resume", cwd=tmp_path, PYTHONPATH=tmp_path)
     run(*arguments, "--out_dir=out/v", cwd=tmp_path, PYTHONPATH=tmp_path)
     calls = [json.loads(line) for line in open(tmp_path / "wandb_calls.jsonl")]
@@ -365,7 +407,7 @@ def test_gradient_is_the_mean_over_sequences():
         (a.loss(batch)[0] / s.batch_size).backward()
         for i in range(2):
             one = [tensor[i : i + 1] for tensor in batch[:-1]]
-            losses.append(b.loss(data.Batch(*one, batch.is_ar))[0])
+            losses.append(b.loss(data.Batch(*one, batch.objective))[0])
     torch.stack(losses).mean().backward()
     for p, q in zip(a.parameters(), b.parameters()):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
@@ -397,7 +439,7 @@ def test_three_steps_equal_a_plain_loop(corpus):
         ar_weight=2.0,
         z_loss=0.1,
         max_steps=3,
-        decay_steps=2,
+        decay=2 / 3,
         weight_decay=0.5,
         momentum=0.8,
     )
@@ -405,7 +447,7 @@ def test_three_steps_equal_a_plain_loop(corpus):
     s = tiny_settings(**changes)
     torch.manual_seed(s.seed)
     model = Transformer(s)
-    stream = data.Stream(data.open_corpus(corpus / "data/tiny", 300), s)
+    stream = data.Stream(data.open_corpus(corpus / "data/tiny"), s)
     state = dict(model.named_parameters())
     hidden = {k: p for k, p in state.items() if k.startswith("blocks") and "norm" not in k}
     others = [p for k, p in state.items() if k not in hidden]
@@ -415,13 +457,13 @@ def test_three_steps_equal_a_plain_loop(corpus):
     for step, lr in enumerate((0.007, 0.007, 0.0035)):
         for slot in range(4):
             batch = data.train_batch(stream, s, step, slot)
-            assert batch.is_ar == ((step * 4 + slot) * 3 % 4 < 3)
-            prefix = torch.tensor([0 if batch.is_ar else 32] * 2)
+            assert (batch.objective == "ar") == ((step * 4 + slot) * 3 % 4 < 3)
+            prefix = torch.tensor([0 if batch.objective == "ar" else 32] * 2)
             mask = make_mask(1 + (batch.inputs == 1).cumsum(1), positions, prefix)
             logits = model.hidden(batch.inputs, mask, positions[:1]) @ model.head.weight.T
             losses = F.cross_entropy(logits.mT, batch.targets, reduction="none")
             losses = losses + 0.1 * logits.logsumexp(-1) ** 2
-            objective_weight = 2 if batch.is_ar else 1
+            objective_weight = 2 if batch.objective == "ar" else 1
             ((losses * batch.weights).sum() * objective_weight / 8).backward()
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
