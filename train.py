@@ -73,16 +73,18 @@ if newest:
     s = make_settings(saved["settings"] | machine | named)
 elif s.init_from:
     saved = checkpoint.load_checkpoint(s.init_from)
-if s.init_from:
-    checkpoint.adopt_model(
-        saved, s
-    )  # also to continue: the run's own checkpoint has the same shape
+if s.init_from:  # also to continue: the run's own checkpoint has the same shape
+    checkpoint.adopt_model(saved, s)
 if s.extra_head:
     die("extra_head is for reading the released models; it cannot be trained")
 
 # ---- data ----------------------------------------------------------------------------------------
 corpus = data.open_corpus(s.data_dir)
 fill_in(s, corpus.vocab_size, len(corpus.train.tokens))
+if newest:
+    checkpoint.check_resumable(saved, s, corpus.files)
+elif saved:
+    checkpoint.check_tokenizer(saved, corpus)
 stream = data.Stream(corpus, s)
 n_val = len(corpus.val.tokens)
 if n_val <= s.seq_len:
@@ -95,10 +97,6 @@ tokens_per_step = s.batch_size * s.seq_len
 decay_steps = round(s.decay * s.max_steps)
 if n_slots % world != 0:
     die(f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size)")
-if newest:
-    checkpoint.check_resumable(saved, s, corpus.files)
-elif saved:
-    checkpoint.check_tokenizer(saved, corpus)
 
 # ---- model and optimizers ------------------------------------------------------------------------
 # Muon trains the matrices of the blocks; AdamW the embedding, the head and the norms.

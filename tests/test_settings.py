@@ -151,7 +151,7 @@ def test_a_config_file_is_what_its_name_says(path):
     assert s.out_dir == f"out/{name}"
     with open(path) as f:
         text = f.read()
-    assert text.startswith("# ") and len(text.splitlines()) <= 30
+    assert text.startswith("# ") and len(text.splitlines()) <= 40
     if match := re.fullmatch(r"rep(\d+)_a(\d+)(?:_(\d+))?", name):
         R, alpha = int(match[1]), Fraction(int(match[2]), int(match[3] or 1))
         assert (s.repetitions, Fraction(s.alpha)) == (R, alpha)

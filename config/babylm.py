@@ -1,0 +1,36 @@
+# BabyLM, strict-small (10M words, ten epochs), on one GPU: the shape of GPT-BERT-small as a Llama.
+#   python prepare.py --input 'train_10M/*.train' --val 'dev/*.dev' --out data/babylm \
+#       --vocab_size 8192
+#   python train.py config/babylm.py
+# 31M parameters. 16 slots of 16 sequences x 512 tokens = 131,072 tokens a step.
+# alpha: "auto" would be 63/64 at 10 repetitions. 15/16 gives masks four times as many sequences, and
+# costs AR nothing at 226k parameters (NOTES.md). Not run at this size by us.
+import json
+import os
+
+data_dir = "data/babylm"
+out_dir = "out/babylm"
+n_layer = 12
+n_head = 6
+n_embd = 384
+n_ff = 1280
+vocab_size = 0
+seq_len = 512
+alpha = "15/16"
+repetitions = 10
+max_steps = 0
+batch_size = 256
+micro_batch_size = 16
+eval_interval = 100
+eval_tokens = 1048576
+save_interval = 100
+log_interval = 10
+
+# The challenge asks for checkpoints after 1M, 2M, ... 10M, 20M, ... 100M words.
+_meta = os.path.join(data_dir, "meta.json")
+if os.path.exists(_meta):
+    with open(_meta) as _file:
+        _train = json.load(_file)["train"]
+    _words_per_step = batch_size * seq_len * _train["words"] / _train["tokens"]
+    _millions = [*range(1, 10), *range(10, 101, 10)]
+    milestones = ",".join(str(round(m * 1e6 / _words_per_step)) for m in _millions)
