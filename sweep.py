@@ -2,39 +2,45 @@
 Find the best alpha for R repetitions: train a grid of runs, compare them, draw the paper's maps.
 
     python sweep.py run --config config/parity.py --repetitions 4,16,64 --alphas 0,1/2,15/16,1 \\
-        --seeds 1,2,3 --jobs 2 --eval "--tasks heldout" --results out/parity/results.jsonl
-    python sweep.py table --results out/parity/results.jsonl   # means over seeds, differences
-    python sweep.py fit --results out/parity/results.jsonl     # the best alpha for each R
-    python sweep.py plot --results out/parity/results.jsonl    # map.png, curves_R4.png, ...
-    python sweep.py plot --results out/demo/log.jsonl          # curves.png of one run
+        --seeds 1,2,3 --jobs 2 --eval "--tasks heldout" --results out/parity
+    python sweep.py table --results out/parity     # means over seeds, differences
+    python sweep.py fit --results out/parity       # the best alpha for each R
+    python sweep.py plot --results out/parity      # map.png, curves_R4.png, ...
+    python sweep.py plot --results out/demo        # curves.png of a single run
+    python sweep.py collect --results out/parity > parity.jsonl
 
-Settings for train.py follow a lone --, as in `sweep.py run ... -- --weight_decay=1.0`. The same
-command continues a sweep that was stopped, and only evaluates runs that are trained already.
+A sweep is a folder of runs. `run` trains and evaluates each in a folder of its own, such as
+R16_a15_16_s1. Settings for train.py follow a lone --: `sweep.py run ... -- --weight_decay=1.0`.
+Ctrl-C stops the runs under way, which save; the same command continues them.
 
-A line of the results is a run: repetitions, alpha, seed, and the columns that were measured.
-val_* are held-out losses. acc_MODE is the accuracy on the task heldout in percent, logp_MODE the
+The other commands read the finished runs in a folder, or a file in which each line is a run:
+`collect` prints such lines, and {"repetitions": 16, "alpha": "1/4", "val_ar": 4.39} is one. val_*
+are held-out losses. acc_MODE is the accuracy on the task heldout in percent, logp_MODE the
 log-likelihood of its true completions in nats per token; of other tasks, acc_TASK_MODE and
 logp_TASK_MODE. average_MODE is the paper's score in percent, *_minus_ar a paired difference, *_se
 a standard error. A loss should be low, everything else high.
+
+A seed chooses the text too, and so shifts all of its runs. `table` compares runs of the same seed.
+`fit` and the maps first move every seed to the level of the one that has the most runs, by the
+median difference over the cells (R, alpha) that both have.
 """
 
-import argparse
-import asyncio
 import json
 import os
+import re
 import shlex
-import signal
+import subprocess
 import sys
 import warnings
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import NamedTuple
 
-from errors import die, report, suggest, write_atomically
+from errors import die, report, suggest
 
 if __name__ == "__main__":
     sys.excepthook = report  # before the large imports: a missing package is one line too
@@ -42,6 +48,8 @@ if __name__ == "__main__":
 
 import numpy as np
 from tqdm import tqdm
+
+from configurator import FREE_ON_RESUME, Settings, make_parser, parse_alpha
 
 # What tables and maps show by default, if it was measured: column -> title.
 TITLES = {
@@ -56,15 +64,19 @@ TITLES = {
     "logp_pll6": "log-likelihood by PLL",
 }
 
+# What tells the runs of a sweep apart.
+GRID = ["repetitions", "alpha", "seed"]
+# What does not matter when runs are compared.
+IGNORED = {*GRID, *FREE_ON_RESUME} - {"data_dir", "init_from"}
+
 
 class Run(NamedTuple):
-    """One line of a results file."""
+    """A finished run, as a line of a results file has it."""
 
-    repetitions: int
+    repetitions: float
     alpha: Fraction
-    seed: int
-    settings: str  # config file and settings of train.py
-    eval: str  # flags of eval.py
+    seed: int  # below 0: unknown
+    settings: str  # all others, as flags of train.py
     overfit: bool
     curve: np.ndarray  # (validations, 3): tokens, val_ar, val_md
     columns: dict[str, float]  # everything else that is a number
@@ -74,11 +86,11 @@ class Surface(NamedTuple):
     """What a Gaussian process says about a column; arrays are (values of R, values of alpha)."""
 
     r2: float
-    kernel: str
+    noise: float  # standard deviation of the runs around the surface
+    shifts: dict[int, float]  # what was taken out: how far each seed lies above the reference
     log_odds: np.ndarray  # (values of alpha,)
     mean: np.ndarray
     best: np.ndarray  # probability that this alpha is the best for this R
-    positive: np.ndarray  # probability that the column is above 0
 
 
 class Line(NamedTuple):
@@ -88,6 +100,7 @@ class Line(NamedTuple):
     label: str
     color: tuple
     style: str
+    is_trained: bool  # otherwise the panel does not make room for it
     curves: list[np.ndarray]  # each (n, 2): tokens, loss
 
 
@@ -116,176 +129,153 @@ def is_loss(column):
     return column.startswith("val_")
 
 
-# ---- results files -------------------------------------------------------------------------------
-def read_records(path):
-    """Return the objects in a file of JSON lines."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            die(f"{path}, line {number} is not a JSON object: {error}")
-    return records
-
-
-def read_runs(path):
-    """Return the runs of a results file; of a run that was measured again, the last line."""
-    runs = {}
-    for number, record in enumerate(read_records(path), start=1):
-        try:
-            run = Run(
-                repetitions=int(str(record.pop("repetitions"))),
-                alpha=Fraction(str(record.pop("alpha"))),  # "7/8" or 0.875
-                seed=int(record.pop("seed", -number)),  # without seeds, every line is another run
-                settings=str(record.pop("settings", "")),
-                eval=str(record.pop("eval", "")),
-                overfit=bool(record.pop("overfit", False)),
-                curve=np.array(record.pop("curve", []), dtype=float).reshape(-1, 3),
-                columns={name: x for name, x in record.items() if type(x) in (int, float)},
-            )
-        except (ValueError, TypeError, KeyError, ArithmeticError) as error:
-            die(f"{path}, line {number} is not a run: {type(error).__name__} {error}")
-        if run.repetitions < 1 or not 0 <= run.alpha <= 1:
-            die(f"{path}, line {number}: repetitions start at 1, alpha lies from 0 to 1")
-        runs[run.settings, run.repetitions, run.alpha, run.seed] = run
-    return list(runs.values())
-
-
-def select_runs(args):
-    """Return the runs, and the columns of them, that the command line asks for."""
-    runs = read_runs(args.results)
-    if args.repetitions:
-        runs = [run for run in runs if run.repetitions in args.repetitions]
-    if args.alphas:
-        runs = [run for run in runs if run.alpha in args.alphas]
-    if not runs:
-        die(f"{args.results} has no such runs")
-
-    measured = sorted({column for run in runs for column in run.columns})
-    columns = args.target or [column for column in TITLES if column in measured]
-    if not columns:
-        die(f"choose what to show with --target: {', '.join(measured)}")
-    for column in columns:
-        if column not in measured:
-            die(f"{args.results} has no column '{column}'{suggest(column, measured)}")
-    return runs, columns
-
-
-def group_by(runs, *fields):
-    """Return {values of these fields: the runs that have them}, sorted."""
-    groups = defaultdict(list)
-    for run in runs:
-        groups[tuple(getattr(run, field) for field in fields)].append(run)
-    return dict(sorted(groups.items()))
+def unit_of(settings):
+    """Return what a token is: with 272 ids, 16 of them special, it is a byte."""
+    return "byte" if "--vocab_size=272" in settings.split() else "token"
 
 
 # ---- run: train and evaluate a grid --------------------------------------------------------------
 def run_grid(args):
-    """Train and evaluate the runs that the results do not have yet."""
-    if not (args.repetitions and args.alphas):
-        die("which runs? Give --repetitions, such as 4,16,64, and --alphas, such as 0,1/2,1")
-    settings = " ".join([args.config, *args.train_flags])
-    known = {}
-    if args.results.exists():
-        for run in read_runs(args.results):
-            known[run.repetitions, run.alpha, run.seed] = run
-
-    # What is known of each run beforehand: all runs of a seed, then all of the next.
-    entries = []
-    for seed, R, alpha in product(args.seeds, args.repetitions, args.alphas):
-        run = known.get((R, alpha, seed))
-        if run and run.settings not in ("", settings):  # "": written by hand
-            die(f"{args.results} has runs of '{run.settings}': choose another folder")
-        if not run or args.eval not in ("", run.eval):
-            entry = {"repetitions": R, "alpha": str(alpha), "seed": seed, "settings": settings}
-            entries.append(entry)
-
+    """Train and evaluate every cell of the grid, --jobs at a time."""
+    if not (args.config and args.repetitions and args.alphas):
+        die("which runs? Name --config FILE --repetitions 4,16,64 --alphas 0,1/2,1 or the like")
+    refuse_flags(args.train_flags, ["--repetitions", "--alpha", "--seed", "--out_dir", "--resume"])
+    refuse_flags(args.eval, ["--ckpt", "--json"])
     n_jobs = max(1, args.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // n_jobs)))
-    try:
-        asyncio.run(run_all(args, entries, n_jobs))
-    except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)
+    cells = list(dict.fromkeys(product(args.seeds or [1], args.repetitions, args.alphas)))
+    remaining = iter(cells)  # shared by all threads; it ends when `cells` is cleared
+    bar = tqdm(total=len(cells), desc="runs")
+
+    def work():
+        for cell in remaining:
+            try:
+                run_one(args, *cell)
+            except ChildProcessError:
+                cells.clear()
+                bar.set_description("a run failed, waiting for the others")
+                raise
+            bar.update()
+
+    # Ctrl-C reaches the scripts too: they are in the same group of processes.
+    with bar, ThreadPoolExecutor(n_jobs) as pool:
+        workers = [pool.submit(work) for _ in range(n_jobs)]
+        try:
+            for worker in as_completed(workers):
+                worker.result()
+        except KeyboardInterrupt:
+            cells.clear()
+            bar.write("stopping: the runs under way save first; the same command continues")
+            raise
 
 
-async def run_all(args, entries, n_jobs):
-    """Train and evaluate runs, n_jobs at a time; append each to the results as it ends.
+def refuse_flags(flags, own):
+    """Refuse flags that the sweep itself gives to a script."""
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name in own:
+            die(f"the sweep chooses {name} of every run: leave out {flag}")
 
-    When this task fails or is cancelled, asyncio.run cancels the others and waits for them.
+
+def run_one(args, seed, R, alpha):
+    """Train a run, then evaluate it; both scripts continue where they were stopped.
+
+    train.py ends at once if the run is finished, and refuses one that has other settings.
     """
-    loop = asyncio.get_running_loop()
-    me = asyncio.current_task()
-    signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(me.cancel))
-
-    loop.set_default_executor(ThreadPoolExecutor(n_jobs))  # a thread waits for each script
-    slots = asyncio.Semaphore(n_jobs)
-    tasks = [asyncio.create_task(run_one(args, entry, slots)) for entry in entries]
-    try:
-        for finished in tqdm(asyncio.as_completed(tasks), desc="runs", total=len(tasks)):
-            entry = await finished
-            append_line(args.results, json.dumps(entry))
-    except asyncio.CancelledError:
-        print("\nstopping; runs save first, and the same command continues them", file=sys.stderr)
-        raise
-
-
-def append_line(path, line):
-    """Append a line to a file: all of it, or on a full disk nothing."""
-    content = line.encode() + b"\n"
-    with open(path, "ab", buffering=0) as file:
-        end = file.tell()
-        if file.write(content) < len(content):
-            file.truncate(end)
-            raise OSError(f"could not write to {path}: is the disk full?")
-
-
-async def run_one(args, entry, slots):
-    """Train and evaluate a run; return its entry with what was measured.
-
-    train.py ends at once if the run is finished, and refuses one that had other settings.
-    """
-    name = "R{repetitions}_a{alpha}_s{seed}".format(**entry).replace("/", "_")
-    folder = args.results.parent / name
-    log = folder / "log.jsonl"
-    async with slots:
-        flags = [f"--{setting}={entry[setting]}" for setting in ("repetitions", "alpha", "seed")]
-        flags += [f"--out_dir={folder}", f"--resume={any(folder.glob('ckpt*.pt'))}"]
-        await call(folder, "train.py", args.config, *args.train_flags, *flags)
-        if args.eval:
-            flags = [f"--ckpt={folder}", f"--json={folder / 'eval.json'}"]
-            await call(folder, "eval.py", *shlex.split(args.eval), *flags)
-
-    records = [record for record in read_records(log) if "val_ar" in record]
-    entry["overfit"] = records[-1]["overfit"]
-    for column in ("val_ar", "val_md"):
-        entry[column] = records[-1][column]
-        entry[f"{column}_best"] = min(record[column] for record in records)
+    folder = args.results / f"R{R}_a{alpha}_s{seed}".replace("/", "_")
+    flags = [f"--repetitions={R}", f"--alpha={alpha}", f"--seed={seed}", f"--out_dir={folder}"]
+    call(folder, "train.py", args.config, *args.train_flags, *flags, "--resume")
     if args.eval:
-        entry["eval"] = args.eval
-        entry |= read_scores(folder / "eval.json")
-    entry["curve"] = [[r["tokens"], round(r["val_ar"], 4), round(r["val_md"], 4)] for r in records]
-    return entry
+        call(folder, "eval.py", *args.eval, f"--ckpt={folder}", f"--json={folder / 'eval.json'}")
 
 
-async def call(folder, script, *flags):
-    """Run a script of this project. If the sweep is stopped, the script saves and ends too."""
+def call(folder, script, *flags):
+    """Run a script of this project; if it fails, raise its last line."""
     command = [sys.executable, Path(__file__).with_name(script), *flags]
-    # In a session of its own: Ctrl-C reaches the sweep alone, which passes on one signal. The pipes
-    # matter too: if the sweep is killed, the script ends at its next line.
-    child = Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
-    try:
-        _, errors = await asyncio.to_thread(child.communicate)
-    except asyncio.CancelledError:
-        child.terminate()  # asyncio.run waits for the thread, and so for the end of the script
-        raise
+    child = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     if child.returncode != 0:
-        reasons = errors.splitlines() or [f"{script} was killed"]
-        raise ChildProcessError(f"{folder}: {reasons[-1].removeprefix('error: ')}")
+        lines = child.stderr.decode(errors="replace").splitlines()
+        reason = lines[-1] if lines else f"{script} ended with status {child.returncode}"
+        raise ChildProcessError(f"{folder}: {reason.removeprefix('error: ')}")
+
+
+# ---- reading runs: folders, or a file with a line for each ---------------------------------------
+@contextmanager
+def reading(what):
+    """Turn whatever damaged contents raise into one line."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        die(f"cannot read {what}: {type(error).__name__}: {error}")
+
+
+def parse(text):
+    """Return a JSON object in which all numbers are finite."""
+    content = dict(json.loads(text))
+    json.dumps(content, allow_nan=False)
+    return content
+
+
+def read_records(path):
+    """Return the objects in a file of JSON lines."""
+    records = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            with reading(f"{path}, line {number}"):
+                records.append(parse(line))
+    return records
+
+
+def is_log(records):
+    """Say whether these are the records of one run; in older versions it has no settings."""
+    return bool(records) and (type(records[0].get("settings")) is dict or "step" in records[0])
+
+
+def read_results(path):
+    """Return {where it is: a finished run as a line of a results file}."""
+    if not path.exists():
+        die(f"{path} does not exist: --results names a folder of runs or a file of `collect`")
+    lines = {}
+    for file in sorted(path.rglob("log.jsonl")) if path.is_dir() else [path]:
+        records = read_records(file)
+        if not is_log(records):
+            lines |= {f"{file}, line {i}": record for i, record in enumerate(records, start=1)}
+        elif "done" in records[-1]:
+            with reading(f"the run in {file.parent}"):
+                lines[file.parent] = summarize(records, file.with_name("eval.json"))
+    return lines
+
+
+def summarize(records, scores):
+    """Return a finished run as a line: its settings, its losses, its scores if there are any."""
+    settings = records[0]["settings"]
+    line = {name: settings[name] for name in GRID}
+    line["settings"] = to_flags(settings)
+    line["overfit"] = records[-1]["overfit"]
+    validations = [record for record in records if "val_ar" in record]
+    for column in ("val_ar", "val_md"):
+        line[column] = validations[-1][column]
+        line[f"{column}_best"] = min(record[column] for record in validations)
+    if scores.exists():
+        line |= read_scores(scores)
+    names = ("tokens", "val_ar", "val_md")
+    line["curve"] = [[round(record[name], 4) for name in names] for record in validations]
+    return line
+
+
+def to_flags(settings):
+    """Return the settings that tell runs apart as flags, without those that have their default."""
+    defaults = vars(Settings())
+    flags = []
+    for name, value in settings.items():
+        if name not in IGNORED and value != defaults.get(name):
+            flags.append(f"--{name}={value}")
+    return " ".join(flags)
 
 
 def read_scores(path):
     """Return as columns what eval.py has measured: all of it, and nothing else."""
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = parse(path.read_text(encoding="utf-8"))
     columns = {}
     for task, modes in results["tasks"].items():
         for mode, result in modes.items():
@@ -311,6 +301,70 @@ def name_columns(name, result):
     return columns
 
 
+def read_runs(path):
+    """Return the runs of a folder or a file; of a run that is there twice, the last."""
+    runs = {}
+    for number, (where, line) in enumerate(read_results(path).items(), start=1):
+        with reading(where):
+            run = Run(
+                repetitions=float(line.pop("repetitions")),
+                alpha=parse_alpha(str(line.pop("alpha"))),  # "7/8" or 0.875
+                seed=int(line.pop("seed", -number)),  # without seeds, every line is another run
+                settings=str(line.pop("settings", "")),
+                overfit=bool(line.pop("overfit", False)),
+                curve=np.array(line.pop("curve", []), dtype=float).reshape(-1, 3),
+                columns={name: float(x) for name, x in line.items() if type(x) in (int, float)},
+            )
+        if not (0 < run.repetitions < np.inf and 0 <= run.alpha <= 1):
+            die(f"{where}: repetitions must be above 0, and alpha from 0 to 1")
+        runs[run.settings, run.repetitions, run.alpha, run.seed] = run
+    return list(runs.values())
+
+
+def select_runs(args):
+    """Return the runs, and the columns of them, that the command line asks for."""
+    runs = read_runs(args.results)
+    chosen = {"repetitions": args.repetitions, "alpha": args.alphas, "seed": args.seeds}
+    for field, values in chosen.items():
+        runs = [run for run in runs if not values or getattr(run, field) in values]
+    if not runs:
+        die(f"{args.results} has no such runs, or they are not finished")
+
+    measured = sorted({column for run in runs for column in run.columns})
+    columns = args.target or [column for column in TITLES if column in measured]
+    if not columns:
+        die(f"choose what to show with --target: {', '.join(measured)}")
+    for column in columns:
+        if column not in measured:
+            die(f"{args.results} has no column '{column}'{suggest(column, measured)}")
+    return runs, columns
+
+
+def check_alike(runs, results):
+    """Refuse to fit or draw runs together that differ in more than R, alpha and seed."""
+    flags = [set(run.settings.split()) for run in runs]
+    differing = set.union(*flags) - set.intersection(*flags)
+    if len(group_by(runs, "repetitions", "settings")) == len(group_by(runs, "repetitions")):
+        # With max_steps = 0 it follows from R.
+        differing = {flag for flag in differing if not flag.startswith("--max_steps=")}
+    if differing:
+        die(f"only R, alpha and seed may differ; {results} mixes {' '.join(sorted(differing))}")
+
+
+def print_lines(args):
+    """Print the finished runs as lines of a results file."""
+    for line in read_results(args.results).values():
+        print(json.dumps(line))
+
+
+def group_by(runs, *fields):
+    """Return {values of these fields: the runs that have them}, sorted."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[tuple(getattr(run, field) for field in fields)].append(run)
+    return dict(sorted(groups.items()))
+
+
 # ---- table: means over seeds, differences between alphas -----------------------------------------
 def print_table(args):
     """Print markdown: the mean of each cell over its seeds, and each alpha against another."""
@@ -319,8 +373,9 @@ def print_table(args):
         cells = group_by(group, "repetitions", "alpha")
         print(f"\n{settings}\n\nMean over seeds ± standard deviation:\n")
         print_rows(cells, columns)
-        print(f"\nDifference from alpha = {args.against}, paired by seed, ± standard error:\n")
-        print_rows(cells, columns, args.against)
+        for alpha in args.against:
+            print(f"\nDifference from alpha = {alpha}, paired by seed, ± standard error:\n")
+            print_rows(cells, columns, alpha)
 
 
 def print_rows(cells, columns, against=None):
@@ -339,7 +394,7 @@ def print_rows(cells, columns, against=None):
             n_seeds = max(n_seeds, len(values))
             texts.append(format_mean(column, list(values.values()), against is not None))
         if n_seeds > 0 and alpha != against:
-            print(f"| {R} | {alpha} | {n_seeds} |", " | ".join(texts), "|")
+            print(f"| {R:g} | {alpha} | {n_seeds} |", " | ".join(texts), "|")
 
 
 def values_by_seed(cell, column):
@@ -367,13 +422,14 @@ def format_mean(column, values, of_the_mean):
 def print_fit(args):
     """Print which alpha is most likely the best for each R, and how sure that is."""
     runs, columns = select_runs(args)
+    check_alike(runs, args.results)
     Rs = sorted({run.repetitions for run in runs})
-    fits = {}
     for column in columns:
         surface = fit_surface(runs, column, np.log2(Rs))
-        print(f"{column}: R^2 {surface.r2:.4f}, kernel {surface.kernel}")
+        print(f"{column}: R^2 {surface.r2:.4f}")
+        for seed, shift in surface.shifts.items():
+            print(f"   seed {seed} lies {shift:+.3f} from the seed with the most runs: taken out")
         print("   R   alpha      90%      alpha*R  paper's rule")
-        optimal = []
         for R, probability in zip(Rs, surface.best):
             # The smallest set of alphas that has 90% of the probability, the likeliest first.
             order = np.argsort(-probability, kind="stable")
@@ -381,18 +437,14 @@ def print_fit(args):
             alphas = alpha_at(surface.log_odds[order[:n_needed]])
             best, low, high = alphas[0], alphas.min(), alphas.max()
             rule = recommended_alpha(R)
-            print(f"{R:4}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
-            optimal.append({"repetitions": R, "alpha": best, "low": low, "high": high})
-        fits[column] = {"r2": surface.r2, "kernel": surface.kernel, "optimal": optimal}
-    if args.json:
-        write_atomically(args.json, json.dumps(fits, indent=1))
+            print(f"{R:4g}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
 
 
 def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
     """Fit a column over (log2 R, log-odds of alpha), standardized; return it at these log2 R."""
     runs = [run for run in runs if column in run.columns]
-    if column.startswith("val_md"):
-        # AR alone has never seen a mask: its MD loss is off the scale and would bend the surface.
+    if re.match(r"val_md|logp_(\w+_)?(pll|chain|mc)", column):
+        # AR alone has never seen a mask: in nats it is off the scale and would bend the surface.
         runs = [run for run in runs if run.alpha < 1]
     if len(runs) < 5 or len({run.alpha for run in runs}) < 2:
         die(f"a fit of '{column}' needs 5 runs and 2 alphas; {len(runs)} runs have it")
@@ -404,19 +456,21 @@ def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
     kernel += kernels.WhiteKernel(0.1, (1e-5, 1))
     gp = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=8, random_state=0)
 
+    shifts = seed_shifts(runs, column)
+    values = np.array([run.columns[column] - shifts.get(run.seed, 0.0) for run in runs])
     places = np.array([(np.log2(run.repetitions), log_odds(run.alpha)) for run in runs])
-    values = np.array([run.columns[column] for run in runs])
     center = places.mean(axis=0)
     scale = places.std(axis=0) + 1e-9
+    standardized = (places - center) / scale
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scikit-learn names every parameter that ends at its bound
-        gp.fit((places - center) / scale, values)
-    r2 = gp.score((places - center) / scale, values)
-    kernel = gp.kernel_
-    gp.kernel_ = kernel.k1  # from here on the surface itself, without the noise of a run
+        gp.fit(standardized, values)
+    r2 = gp.score(standardized, values)
+    noise = np.std(values - gp.predict(standardized))
+    gp.kernel_ = gp.kernel_.k1  # from here on the surface itself, without the noise of a run
 
     heights = np.linspace(places[:, 1].min(), places[:, 1].max(), n_alphas)
-    mean, best, positive = [], [], []
+    mean, best = [], []
     for x in log_R:
         points = np.stack((np.full(n_alphas, x), heights), axis=1)
         points = (points - center) / scale
@@ -424,27 +478,51 @@ def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
         winners = samples.argmin(axis=0) if is_loss(column) else samples.argmax(axis=0)
         mean.append(gp.predict(points))
         best.append(np.bincount(winners, minlength=n_alphas) / n_samples)
-        positive.append((samples > 0).mean(axis=1))
-    return Surface(r2, str(kernel), heights, np.array(mean), np.array(best), np.array(positive))
+    return Surface(r2, noise, shifts, heights, np.array(mean), np.array(best))
+
+
+def seed_shifts(runs, column):
+    """Return {seed: how far it lies above the reference, the seed that has the most runs}.
+
+    This is the median difference over the cells that both have; a mean would follow the few runs
+    that overfit, or that never trained this objective. A seed without such cells stays where it is,
+    and so does a paired difference, in which the text cancels.
+    """
+    cells_of = defaultdict(dict)
+    for run in runs:
+        if run.seed >= 0 and "_minus_" not in column:
+            cells_of[run.seed][run.repetitions, run.alpha] = run.columns[column]
+    reference = max(cells_of.values(), key=len, default={})
+    shifts = {}
+    for seed, cells in sorted(cells_of.items()):
+        differences = [cells[cell] - reference[cell] for cell in cells if cell in reference]
+        if cells is not reference and differences:
+            shifts[seed] = np.median(differences)
+    return shifts
 
 
 # ---- plot: losses over training ------------------------------------------------------------------
 def draw_figures(args):
     """Draw the maps and the curves of a results file, or the curves of one run's log."""
-    folder = args.out or args.results.parent
-    records = read_records(args.results)
-    if records and "step" in records[0]:
-        title = args.results.resolve().parent.name
-        save_page(draw_lines(title, lines_of_log(records)), folder / "curves.png")
+    is_folder = args.results.is_dir()
+    folder = args.out or (args.results if is_folder else args.results.parent)
+    log = args.results / "log.jsonl" if is_folder else args.results
+    records = read_records(log) if log.exists() else []
+    if is_log(records):
+        unit = unit_of(to_flags(records[0].get("settings", {})))
+        title = log.resolve().parent.name
+        save_page(draw_lines(title, lines_of_log(records), unit), folder / "curves.png")
         return
 
     runs, columns = select_runs(args)
+    check_alike(runs, args.results)
+    unit = unit_of(runs[0].settings)
     for (R,), group in group_by(runs, "repetitions").items():
         lines = lines_of_runs(group)
         if lines:
-            save_page(draw_lines(f"R = {R}", lines), folder / f"curves_R{R}.png")
+            save_page(draw_lines(f"R = {R:g}", lines, unit), folder / f"curves_R{R:g}.png")
     if len({run.repetitions for run in runs}) > 1:
-        save_page(draw_maps(runs, columns), folder / "map.png")
+        save_page(draw_maps(runs, columns, unit), folder / "map.png")
 
 
 def save_page(page, path):
@@ -466,30 +544,33 @@ def color_of(alpha):
 
 def lines_of_log(records):
     """Return the training and held-out losses of one run."""
+    records = [record for record in records if record.get("step", 0) > 0]
     lines = []
     for objective, alpha in (("ar", 1), ("md", 0)):
+        color = color_of(alpha)
         for kind, label, style in (("train", "training", ":"), ("val", "held-out", "-")):
             column = f"{kind}_{objective}"
-            curve = [(r["tokens"], r[column]) for r in records if r["step"] > 0 and column in r]
+            curve = [(record["tokens"], record[column]) for record in records if column in record]
             if curve:
-                lines.append(Line(objective, label, color_of(alpha), style, [np.array(curve)]))
+                lines.append(Line(objective, label, color, style, True, [np.array(curve)]))
     return lines
 
 
 def lines_of_runs(runs):
-    """Return the held-out losses of each alpha, for the objectives that it trains."""
+    """Return the held-out losses of each alpha."""
     lines = []
     for (alpha,), group in group_by(runs, "alpha").items():
         label = {0: "MD alone", 1: "AR alone"}.get(alpha, f"α = {alpha}")
+        # without the first validation, before any training
+        curves = [run.curve[1:] for run in group if len(run.curve) > 1]
         for objective, share, index in (("ar", alpha, 1), ("md", 1 - alpha, 2)):
-            # without the first validation, before any training
-            curves = [run.curve[1:, [0, index]] for run in group if len(run.curve) > 1]
-            if curves and share > 0:
-                lines.append(Line(objective, label, color_of(alpha), "-", curves))
+            losses = [curve[:, [0, index]] for curve in curves]
+            if losses:
+                lines.append(Line(objective, label, color_of(alpha), "-", share > 0, losses))
     return lines
 
 
-def draw_lines(title, lines):
+def draw_lines(title, lines, unit):
     """Draw losses over training, one panel for each objective, every line named at its end."""
     from matplotlib.figure import Figure
 
@@ -497,7 +578,7 @@ def draw_lines(title, lines):
     page.suptitle(title)
     for objective, ax in zip(("ar", "md"), page.subplots(1, 2)):
         ends = []
-        top = -np.inf
+        low, high = np.inf, -np.inf
         for line in lines:
             if line.objective != objective:
                 continue
@@ -508,33 +589,39 @@ def draw_lines(title, lines):
             for curve in line.curves:
                 if len(line.curves) > 1:
                     ax.plot(curve[:, 0] / 1e6, curve[:, 1], color=line.color, lw=0.6, alpha=0.6)
-                top = max(top, curve[length // 8 :, 1].max())  # the first descent may leave it
-        ax.set(xlabel="million tokens", title=f"{objective.upper()} loss, nats per token")
+                if line.is_trained:
+                    low = min(low, curve[:, 1].min())
+                    settled = curve[length // 8 :, 1]  # the first descent may leave the panel
+                    high = max(high, settled.max())
+        ax.set(xlabel=f"million {unit}s", title=f"{objective.upper()} loss, nats per {unit}")
         ax.spines[["top", "right"]].set_visible(False)
-        if ends:
-            low = ax.get_ylim()[0]
-            ax.set_ylim(low, top + 0.05 * (top - low))
-            label_ends(ax, ends)
+        if low < high:
+            ax.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        label_ends(ax, ends)
     return page
 
 
 def label_ends(ax, ends):
-    """Write the labels to the right of the panel: at the ends of their lines, or above others."""
+    """Write the labels to the right of the panel: at the ends of their lines, or above others.
+
+    A line that ends above the panel is named at the top, with the loss at which it ends.
+    """
     low, high = ax.get_ylim()
     height = -1
     for tokens, loss, line in sorted(ends, key=lambda end: end[1]):
-        height = max((loss - low) / (high - low), height + 0.065)
-        style = {"arrowstyle": "-", "color": line.color, "lw": 0.6, "relpos": (0, 0.5)}
-        text = ax.annotate(line.label, (tokens / 1e6, loss), (1.08, height), arrowprops=style)
-        text.set(anncoords="axes fraction", color=line.color, va="center")
+        height = max(min((loss - low) / (high - low), 1), height + 0.065)
+        if loss > high:
+            text = ax.text(1.02, height, f"↑ {line.label}: {loss:.1f}", transform=ax.transAxes)
+        else:
+            style = {"arrowstyle": "-", "color": line.color, "lw": 0.6, "relpos": (0, 0.5)}
+            text = ax.annotate(line.label, (tokens / 1e6, loss), (1.08, height), arrowprops=style)
+            text.set_anncoords("axes fraction")
+        text.set(color=line.color, va="center")
 
 
 # ---- plot: maps over R and alpha -----------------------------------------------------------------
-def draw_maps(runs, columns):
-    """Draw columns over R and alpha, as in the paper's Figures 4 and 5, three side by side.
-
-    Crosses are overfitted runs, circles all others.
-    """
+def draw_maps(runs, columns, unit):
+    """Draw columns over R and alpha, at most three in a row, as in the paper's Figures 4 and 5."""
     from matplotlib.figure import Figure
 
     cells = group_by(runs, "repetitions", "alpha")
@@ -543,61 +630,74 @@ def draw_maps(runs, columns):
     log_R = np.linspace(np.log2(Rs[0]), np.log2(Rs[-1]), num=33)
 
     n_bands = -(-len(columns) // 3)
-    width = min(3, len(columns))
-    page = Figure((3.5 * width, 6 * n_bands), layout="constrained")
+    width = -(-len(columns) // n_bands)
+    page = Figure((3.8 * width, 5.6 * n_bands + 0.4), layout="constrained")
     panels = page.subplots(2 * n_bands, width, squeeze=False)
     for ax in panels.flat:
         ax.set_axis_off()
     for i, column in enumerate(columns):
-        band, place = divmod(i, 3)
+        band, place = divmod(i, width)
         upper, lower = panels[2 * band : 2 * band + 2, place]
         surface = fit_surface(runs, column, log_R)
-        draw_mean(upper, column, log_R, surface)
-        draw_probability(lower, column, log_R, surface)
-        for ax in (upper, lower):
+        draw_mean(upper, column, log_R, surface, unit)
+        if "_minus_" not in column:
+            draw_best(lower, log_R, surface)
+    for ax in panels.flat:
+        if ax.collections:
             ax.set_axis_on()
-            ax.set_xticks(np.log2(Rs), Rs)
+            ax.set_xticks(np.log2(Rs), [f"{R:g}" for R in Rs])
             ax.set_yticks([log_odds(alpha) for alpha in alphas], alphas)
-            ax.set_ylim(log_odds(alphas[0]), log_odds(alphas[-1]))
-            for (R, alpha), cell in cells.items():
-                overfitted = np.mean([run.overfit for run in cell]) >= 0.5
-                marker = "kx" if overfitted else "ko"
-                ax.plot(np.log2(R), log_odds(alpha), marker, mfc="none", ms=4, clip_on=False)
-            if place == 0:
-                ax.set_ylabel("α")
-        lower.set_xlabel("repetitions R")
+            ax.set(xlabel="repetitions R", ylabel="α", ylim=log_odds([alphas[0], alphas[-1]]))
+            mark_cells(ax, cells)
+    lines = {line.get_label(): line for ax in panels.flat for line in ax.lines}
+    page.legend(handles=lines.values(), loc="outside lower center", ncols=3, frameon=False)
     return page
 
 
-def draw_mean(ax, column, log_R, surface):
+def draw_mean(ax, column, log_R, surface, unit):
     """Draw the fitted surface; bright is good, and of a difference, red is positive."""
-    from matplotlib.colors import CenteredNorm
+    from matplotlib.ticker import MaxNLocator
 
-    norm = None
-    colors = "viridis_r" if is_loss(column) else "viridis"
+    mean = surface.mean
     if "_minus_" in column:
-        norm = CenteredNorm()
-        colors = "RdBu_r"
-    grid = (log_R, surface.log_odds, surface.mean.T)
-    filled = ax.contourf(*grid, levels=14, alpha=0.8, cmap=colors, norm=norm)
-    lines = ax.contour(*grid, levels=filled.levels[::2], colors="k", linewidths=0.4)
-    ax.clabel(lines, fontsize=8)
+        high = max(2 * surface.noise, abs(mean).max())  # pale where it is less than the noise
+        low = -high
+        colors, beyond = "RdBu_r", "neither"
+    elif is_loss(column):
+        low, high = mean.min(), np.quantile(mean, 0.9)  # the worst tenth shares a color
+        colors, beyond = "viridis_r", "max"
+    else:
+        low, high = np.quantile(mean, 0.1), mean.max()
+        colors, beyond = "viridis", "min"
+    levels = MaxNLocator(12).tick_values(low, high)
+    grid = (log_R, surface.log_odds, mean.T)
+    filled = ax.contourf(*grid, levels, cmap=colors, extend=beyond)
+    ax.figure.colorbar(filled, ax=ax)
     # A single count of masks, such as pll6, has the title of pll.
     title = TITLES.get(column) or TITLES.get(column.rstrip("123456"), column)
-    ax.set_title(f"{title}  (R² {surface.r2:.2f})", fontsize=11)
-
-
-def draw_probability(ax, column, log_R, surface):
-    """Draw where the best alpha lies for each R; of a difference, where it is positive."""
-    probability = surface.positive
-    title = "probability that it is positive"
-    if "_minus_" not in column:
-        probability = surface.best / surface.best.max(axis=1, keepdims=True)
-        title = "best α (dashed: min(63/64, 16/R))"
-        ax.plot(log_R, log_odds(recommended_alpha(2**log_R)), "k--", lw=1.2)
-    levels = np.linspace(0, 1, 11)
-    ax.contourf(log_R, surface.log_odds, probability.T, levels=levels, cmap="Purples")
+    if column.startswith(("val_", "logp_")):
+        title += f", nats per {unit}"
     ax.set_title(title, fontsize=11)
+
+
+def draw_best(ax, log_R, surface):
+    """Draw where the best alpha lies for each R: the darker, the likelier."""
+    density = surface.best / surface.best.max(axis=1, keepdims=True)
+    ax.contourf(log_R, surface.log_odds, density.T, np.linspace(0.05, 1, 11), cmap="Purples")
+    rule = log_odds(recommended_alpha(2**log_R))
+    ax.plot(log_R, rule, "k--", lw=1.2, label="α = min(63/64, 16/R)")
+    ax.set_title("where the best α lies", fontsize=11)
+
+
+def mark_cells(ax, cells):
+    """Mark where there are runs, and where at least half of the seeds overfit."""
+    places = {"runs": [], "overfitted": []}
+    for (R, alpha), cell in cells.items():
+        overfits = np.mean([run.overfit for run in cell]) >= 0.5
+        places["overfitted" if overfits else "runs"].append((np.log2(R), log_odds(alpha)))
+    for (label, points), marker in zip(places.items(), ("ko", "kx")):
+        if points:
+            ax.plot(*zip(*points), marker, mfc="none", ms=4, clip_on=False, label=label)
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -614,42 +714,26 @@ def list_of(kind):
 
 
 def main():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=formatter, allow_abbrev=False
-    )
-    commands = parser.add_subparsers(required=True, metavar="run | table | fit | plot")
-
-    grid = argparse.ArgumentParser(add_help=False)  # flags of every command
-    add = grid.add_argument
-    add("--results", type=Path, default="out/sweep/results.jsonl", help="a line for each run")
+    commands = {"run": run_grid, "table": print_table, "fit": print_fit}
+    commands |= {"plot": draw_figures, "collect": print_lines}
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("command", choices=commands)
+    add("--results", type=Path, default="out/sweep", help="folder of the runs, or file (out/sweep)")
     add("--repetitions", type=list_of(int), help="such as 4,16,64")
     add("--alphas", type=list_of(Fraction), help="such as 0,1/2,63/64,1")
-    target = argparse.ArgumentParser(add_help=False, parents=[grid])
-    target.add_argument("--target", type=list_of(str), help="columns, such as val_ar,acc_pll")
+    add("--seeds", type=list_of(int), help="such as 1,2,3 (run: 1)")
+    add("--config", help="run: config file of all runs")
+    add("--jobs", type=int, default=1, help="run: so many at the same time (1)")
+    add("--eval", type=shlex.split, default=[], help='run: flags of eval.py, "--tasks heldout"')
+    add("--target", type=list_of(str), help="columns to show, such as val_ar,acc_pll")
+    add("--against", type=list_of(Fraction), default=[1], help="table: alphas to compare with (1)")
+    add("--out", type=Path, help="plot: folder for the figures (that of the results)")
 
-    run = commands.add_parser("run", parents=[grid], help="train and evaluate a grid")
-    run.set_defaults(function=run_grid)
-    run.add_argument("--config", required=True, help="config file of all runs")
-    run.add_argument("--seeds", type=list_of(int), default=[1], help="such as 1,2,3 (1)")
-    run.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
-    run.add_argument("--eval", default="", help='flags for eval.py, such as "--tasks heldout"')
-    run.add_argument("train_flags", nargs="*", metavar="-- --key=value", help="for train.py")
-
-    table = commands.add_parser("table", parents=[target], help="compare over seeds, in markdown")
-    table.set_defaults(function=print_table)
-    table.add_argument("--against", type=Fraction, default=1, help="alpha to compare with (1)")
-
-    fit = commands.add_parser("fit", parents=[target], help="find the best alpha for each R")
-    fit.set_defaults(function=print_fit)
-    fit.add_argument("--json", help="also write all fits to this file")
-
-    plot = commands.add_parser("plot", parents=[target], help="draw maps and curves")
-    plot.set_defaults(function=draw_figures)
-    plot.add_argument("--out", type=Path, help="folder for the figures (that of the results)")
-
-    args = parser.parse_args()
-    args.function(args)
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:end])
+    args.train_flags = sys.argv[end + 1 :]
+    commands[args.command](args)
 
 
 if __name__ == "__main__":
