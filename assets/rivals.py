@@ -15,16 +15,17 @@ from pathlib import Path
 from ladder import compare
 
 ASSETS = Path(__file__).parent
+N_STEPS = 1280  # as in config/parity.py
 COLUMNS = ["val_ar", "val_ar_best", "val_md", "acc_ar", "logp_ar", "acc_pll6", "logp_pll6"]
 MIXES = ["alpha = 1/2, weight decay 0.1", "alpha = 1/2, weight decay 0.3"]
 
 
 def name_of(run):
     """Return what distinguishes a run with the text of R = 64, None if it has another text."""
-    named = re.search(r"--weight_decay=(\S+)", run["settings"])
-    name = f"alpha = {run['alpha']}, weight decay {named[1] if named else 0.1}"
-    if "--max_steps" in run["settings"]:
-        return f"{name}, stopped after {run['repetitions']}"
+    named = dict(re.findall(r"--(\w+)=(\S+)", run["settings"]))
+    name = f"alpha = {run['alpha']}, weight decay {named.get('weight_decay', '0.1')}"
+    if int(named.get("max_steps", N_STEPS)) < N_STEPS:
+        return f"{name}, stopped after {run['repetitions']:g}"
     return name if run["repetitions"] == 64 else None
 
 

@@ -81,6 +81,8 @@ def test_a_figure_is_drawn(runs, tmp_path, monkeypatch, capsys):
             "config/parity.py --max_steps=320 --weight_decay=0.3",
             "alpha = 1, weight decay 0.3, stopped after 16",
         ),
+        (16.0, "1", "--n_embd=48 --max_steps=320", "alpha = 1, weight decay 0.1, stopped after 16"),
+        (64.0, "0", "--n_embd=48 --max_steps=1280", "alpha = 0, weight decay 0.1"),
         (16, "1", "config/parity.py", None),
     ],
 )
