@@ -427,8 +427,9 @@ def print_fit(args):
     for column in columns:
         surface = fit_surface(runs, column, np.log2(Rs))
         print(f"{column}: R^2 {surface.r2:.4f}")
-        for seed, shift in surface.shifts.items():
-            print(f"   seed {seed} lies {shift:+.3f} from the seed with the most runs: taken out")
+        if len(surface.shifts) > 1:
+            shifts = [f"seed {seed} {shift:+.3f}" for seed, shift in surface.shifts.items()]
+            print(f"   brought to one level: {', '.join(shifts)}")
         print("   R   alpha      90%      alpha*R  paper's rule")
         for R, probability in zip(Rs, surface.best):
             # The smallest set of alphas that has 90% of the probability, the likeliest first.
@@ -496,7 +497,7 @@ def seed_shifts(runs, column):
     shifts = {}
     for seed, cells in sorted(cells_of.items()):
         differences = [cells[cell] - reference[cell] for cell in cells if cell in reference]
-        if cells is not reference and differences:
+        if differences:
             shifts[seed] = np.median(differences)
     return shifts
 

@@ -519,7 +519,7 @@ def test_a_fit_finds_the_known_optimum(results, call, capsys, column):
     """A loss is minimised and a score maximised, with honest intervals."""
     call("fit", "--results", results, "--target", column)
     output = capsys.readouterr().out
-    assert f"{column}: R^2 1.0" in output and "taken out" not in output
+    assert f"{column}: R^2 1.0" in output and "one level" not in output
     optima = printed_fit(output)
     assert list(optima) == [8, 16, 32, 64]
     for R, (alpha, low, high) in optima.items():
@@ -541,13 +541,13 @@ def test_what_seeds_differ_by_is_taken_out(tmp_path, call, capsys):
     path = write_lines(tmp_path / "r.jsonl", records)
     call("fit", "--results", path, "--target", "val_ar")
     output = capsys.readouterr().out
-    assert "seed 2 lies -1.99" in output and "seed 3 lies +1.99" in output
+    assert "one level: seed 1 +0.000, seed 2 -1.99" in output and "seed 3 +1.99" in output
     for R, (_, low, high) in printed_fit(output).items():
         assert low - 0.02 <= sweep.alpha_at(best_log_odds(R)) <= high + 0.02
 
     records[-1]["val_ar"] += 5  # a single run that went wrong moves no seed
     runs = sweep.read_runs(write_lines(path, records))
-    assert sweep.seed_shifts(runs, "val_ar") == pytest.approx({2: -2, 3: 2}, abs=0.02)
+    assert sweep.seed_shifts(runs, "val_ar") == pytest.approx({1: 0, 2: -2, 3: 2}, abs=0.02)
 
 
 def test_seeds_are_left_alone_where_nothing_says_how_they_differ(tmp_path):
@@ -558,7 +558,7 @@ def test_seeds_are_left_alone_where_nothing_says_how_they_differ(tmp_path):
     records += [{"repetitions": 8, "alpha": "1", "seed": 3, "acc_prefix_minus_ar": 5.0}]
     runs = sweep.read_runs(write_lines(tmp_path / "r.jsonl", records))
     with_loss = [run for run in runs if "val_ar" in run.columns]
-    assert sweep.seed_shifts(with_loss, "val_ar") == {}
+    assert sweep.seed_shifts(with_loss, "val_ar") == {1: 0}
     with_difference = [run for run in runs if "acc_prefix_minus_ar" in run.columns]
     assert sweep.seed_shifts(with_difference, "acc_prefix_minus_ar") == {}
     assert sweep.seed_shifts(with_loss[-1:], "val_ar") == {}
