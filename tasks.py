@@ -9,6 +9,7 @@ form and without examples in the prompt.
 import csv
 import json
 import re
+import shutil
 import tarfile
 import tempfile
 import urllib.request
@@ -20,18 +21,11 @@ from tqdm import tqdm
 
 from errors import die
 
-# A release comes from the network and is not trusted: no more than this is taken from it.
-MAX_DOWNLOAD = 2**30  # bytes
-MAX_MEMBERS = 99
-MAX_MEMBER_SIZE = 2**24  # bytes
-
 
 class Task(NamedTuple):
     """What is known of a task before its files are read."""
 
-    norm: (
-        str  # how choices are compared: log p ("raw"), log p per character ("char"), or PMI ("pmi")
-    )
+    norm: str  # compare choices by log p ("raw"), log p per character ("char"), or PMI ("pmi")
     chance: float  # the paper's random baseline
     n_documents: int
     n_files: int = 0  # if there are several, each is a subtask
@@ -129,43 +123,48 @@ def clean_hellaswag(text):
 
 
 def read_task(name, data, limit=0):
-    """Return the documents of a task in the folder `data`, or the first `limit` of each file."""
+    """Return the documents of a task in the folder `data`, or the first `limit` of each file.
+
+    All records of the release must be there or, with a limit, at least that many in each file.
+    """
     task = TASKS[name]
     folder = Path(data, name)
     if not folder.is_dir():
         die(f"no folder {folder}: get the tasks with `python prepare.py --tasks`, or set --data")
-    remedy = f"remove {folder} and run: python prepare.py --tasks"
-
     pattern = Path(task.files).name
-    paths = sorted(folder.glob(pattern))
-    labels = []
-    if task.labels and paths:
-        labels = (folder / task.labels).read_text("utf-8", "replace").split()
+    files = []  # the documents of each
+    n = 0
+    for path in sorted(folder.glob(pattern)):
+        files.append(read_documents(name, path, n))
+        n += len(files[-1])
 
-    documents = []
-    n = 0  # counts the documents that a limit leaves out too
-    for path in paths:
-        first = n
-        subtask = path.stem.removesuffix("_test") if task.n_files > 1 else None
-        try:
-            for record in read_records(path):
-                tag = labels[n] if task.labels else subtask
-                document = Document(subtask, n, *render(name, record, tag))
-                check_document(document)
-                if limit == 0 or n - first < limit:
-                    documents.append(document)
-                n += 1
-        except Exception as error:  # a damaged record can raise anything
-            reason = f"{type(error).__name__}: {error}"
-            die(f"{path}, record {n - first + 1} is wrong ({reason}); if it is damaged, {remedy}")
-
-    complete = n == task.n_documents
-    if limit > 0:  # then a part of each file will do, but not less than was asked for
-        complete = len(documents) >= task.n_files * min(limit, 100)
-    if len(paths) != task.n_files or not complete:
+    has_all = n == task.n_documents
+    has_enough = limit > 0 and all(len(documents) >= limit for documents in files)
+    if len(files) != task.n_files or not (has_all or has_enough):
         die(
-            f"{folder}: {n:,} records in {len(paths)} files {pattern}, "
-            f"not {task.n_documents:,} in {task.n_files}; {remedy}"
+            f"{folder}: {n:,} records in {len(files)} files {pattern}, not {task.n_documents:,} in "
+            f"{task.n_files}; remove {folder} and run: python prepare.py --tasks"
+        )
+    return [document for documents in files for document in documents[: limit or None]]
+
+
+def read_documents(name, path, first_number):
+    """Return the documents of one release file, numbered from `first_number` on."""
+    task = TASKS[name]
+    subtask = path.stem.removesuffix("_test") if task.n_files > 1 else None
+    documents = []
+    try:
+        if task.labels:
+            labels = path.with_name(task.labels).read_text("utf-8", "replace").split()
+        for i, record in enumerate(read_records(path)):
+            tag = labels[i] if task.labels else subtask
+            document = Document(subtask, first_number + i, *render(name, record, tag))
+            check_document(document)
+            documents.append(document)
+    except Exception as error:  # a damaged record can raise anything
+        die(
+            f"{path}, record {len(documents) + 1} is wrong ({type(error).__name__}: {error}); "
+            f"if it is damaged, remove {path.parent} and run: python prepare.py --tasks"
         )
     return documents
 
@@ -215,15 +214,11 @@ def download_tasks(out):
 
 
 def download(url, path):
-    """Fetch a file in pieces, up to MAX_DOWNLOAD bytes."""
+    """Fetch a file, and show how far it has come."""
     with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
-        with tqdm(desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
-            while file.tell() < MAX_DOWNLOAD:
-                piece = answer.read(2**20)
-                if not piece:
-                    break
-                file.write(piece)
-                bar.update(len(piece))
+        size = int(answer.headers.get("Content-Length", 0))
+        with tqdm.wrapattr(answer, "read", size, desc=path.name, disable=None) as source:
+            shutil.copyfileobj(source, file)
 
 
 def extract(path, task, folder):
@@ -231,13 +226,10 @@ def extract(path, task, folder):
 
     Only the last part of a member's name is used, so that none can lead out of the folder.
     """
-    n_members = 0
     for member, file in open_members(path):
         name = Path(member)
-        wanted = name.match(task.files) or (task.labels and name.match(task.labels))
-        if wanted and n_members < MAX_MEMBERS:
-            (folder / name.name).write_bytes(file.read(MAX_MEMBER_SIZE))
-            n_members += 1
+        if name.match(task.files) or (task.labels and name.match(task.labels)):
+            (folder / name.name).write_bytes(file.read())
 
 
 def open_members(path):
