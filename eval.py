@@ -20,13 +20,13 @@ a passage of the validation split among four. The same command resumes an interr
 task by task, from eval-HASH.json beside the checkpoint.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
 import re
 import sys
-from collections import Counter, defaultdict
+import tempfile
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +45,7 @@ from numpy.random import default_rng
 from tqdm import tqdm
 
 from checkpoint import check_tokenizer, find_checkpoint, load_model
+from configurator import make_parser
 from data import fingerprint, open_corpus
 from device import join_ranks, sum_over_ranks
 from model import make_mask
@@ -74,14 +75,15 @@ class Question(NamedTuple):
     document: Document
     given: list[Item]  # given the document's context
     unconditional: list[Item]  # given "Answer:" instead, for PMI
+    is_cut: bool = False  # whether the context has lost its beginning
 
 
 class Row(NamedTuple):
     """One input of the model: a trunk, and branches that continue it, blind to one another."""
 
     trunk: tuple[int, ...]
-    branches: tuple[tuple[int, ...], ...]  # always causal
-    bidirectional: bool  # whether the trunk sees itself in both directions
+    branches: tuple[tuple[int, ...], ...]
+    prefix: int  # how many leading tokens are seen from everywhere: see make_mask
 
 
 class Read(NamedTuple):
@@ -95,18 +97,15 @@ class Read(NamedTuple):
 
 # ---- documents become questions ------------------------------------------------------------------
 def make_questions(task, documents, trained):
-    """Return the questions of a task, and the number of contexts that were cut."""
+    """Return a question for each document of a task."""
     questions = []
-    n_cut = 0
     for document in documents:
         given, is_cut = encode_items(document.context, document.completions, trained)
         unconditional = []
         if task.norm == "pmi":
             unconditional, _ = encode_items(UNCONDITIONAL, document.completions, trained)
-        questions.append(Question(document, given, unconditional))
-        if is_cut:
-            n_cut += 1
-    return questions, n_cut
+        questions.append(Question(document, given, unconditional, is_cut))
+    return questions
 
 
 def encode_items(context, completions, trained):
@@ -130,13 +129,8 @@ def encode_items(context, completions, trained):
     return [Item(kept, tuple(ids[border:])) for ids in joint], start > 0
 
 
-def heldout_questions(trained, n_questions, n_context=0, n_completion=0, stride=0):
-    """Return questions about held-out passages: the true continuation against three others.
-
-    The others continue other passages, and all have n_completion tokens. The order of the passages
-    is fixed: models that were trained on the same data get the same questions. Passages do not
-    overlap, unless the stride from one to the next is shorter than they are.
-    """
+def open_heldout(trained):
+    """Return the held-out tokens of a model's data, and where their documents start."""
     s = trained.settings
     is_imported = "data" not in trained.checkpoint
     if is_imported and not Path(s.data_dir).exists():
@@ -145,11 +139,22 @@ def heldout_questions(trained, n_questions, n_context=0, n_completion=0, stride=
     check_tokenizer(trained.checkpoint, corpus)
     if not is_imported and trained.checkpoint["data"] != corpus.files:
         die(f"{s.data_dir} is not what this checkpoint was trained on: choose other --tasks")
+    return corpus.val
+
+
+def heldout_questions(trained, n_questions, n_context=0, n_completion=0, stride=0):
+    """Return questions about held-out passages: the true continuation against three others.
+
+    The others continue other passages, and all have n_completion tokens. The order of the passages
+    is fixed: models that were trained on the same data get the same questions. Passages do not
+    overlap, unless the stride from one to the next is shorter than they are.
+    """
+    s = trained.settings
+    tokens, starts = open_heldout(trained)
     n_completion = n_completion or max(1, min(32, s.seq_len // 4))
     n_context = n_context or 2 * n_completion
     length = n_context + n_completion
 
-    tokens, starts = corpus.val
     places = []  # where passages start
     for start, end in itertools.pairwise(starts.tolist()):
         # A document's first token is <s>.
@@ -164,15 +169,14 @@ def heldout_questions(trained, n_questions, n_context=0, n_completion=0, stride=
 
     def passage(number):
         start = places[number % len(places)]
-        ids = tuple(tokens[start : start + length].tolist())
-        return ids[:n_context], ids[n_context:]
+        return tuple(tokens[start : start + length].tolist())
 
     questions = []
     for number in range(min(n_questions, len(places))):
-        context, true_completion = passage(number)
-        completions = [passage(number + i)[1] for i in (1, 2, 3)]
+        context = passage(number)[:n_context]
+        completions = [passage(number + i)[n_context:] for i in range(4)]
         gold = number % 4
-        completions.insert(gold, true_completion)
+        completions.insert(gold, completions.pop(0))
         text = trained.tokenizer.decode(context)
         texts = trained.tokenizer.decode_batch(completions)
         items = [Item((trained.special.bos, *context), completion) for completion in completions]
@@ -183,38 +187,34 @@ def heldout_questions(trained, n_questions, n_context=0, n_completion=0, stride=
 # ---- modes: items become rows, each with what is to be read from it ------------------------------
 def make_modes(asked, mask_counts, n_draws, mask):
     """Return {name: function}. A function yields rows and their reads, given sorted items."""
-    modes = {}
-    if "ar" in asked:
-        modes["ar"] = partial(causal_rows, bidirectional_context=False)
-    if "prefix" in asked:
-        modes["prefix"] = partial(causal_rows, bidirectional_context=True)
-    if "pll" in asked:
-        for n in mask_counts:
-            modes[f"pll{n}"] = partial(pll_rows, n_masks=n, mask=mask)
-    if "chain" in asked:
-        modes["chain"] = partial(pll_rows, n_masks=sys.maxsize, mask=mask)
-    if "mc" in asked:
-        modes["mc"] = partial(mc_rows, n_draws=n_draws, mask=mask)
-    return modes
+    modes = {
+        "ar": partial(causal_rows, bidirectional_context=False),
+        "prefix": partial(causal_rows, bidirectional_context=True),
+        **{f"pll{n}": partial(pll_rows, n_masks=n, mask=mask) for n in mask_counts},
+        "chain": partial(pll_rows, n_masks=sys.maxsize, mask=mask),
+        "mc": partial(mc_rows, n_draws=n_draws, mask=mask),
+    }
+    return {name: modes[name] for name in modes if name.rstrip("0123456789") in asked}
 
 
 def causal_rows(items, bidirectional_context):
     """Eq. 2: log p(w | c) = sum_i log p(w_i | c, w_<i). Completions of one context share a row."""
     for context, group in itertools.groupby(items, key=lambda item: item.context):
         group = list(group)
+        # A lone <s> is the same in both directions: then ar and prefix share their rows.
+        prefix = len(context) if bidirectional_context and len(context) > 1 else 0
         for first in range(0, len(group), MAX_BRANCHES):
             branches, reads = [], []
-            start = len(context)  # of the next branch
+            end = len(context)  # of the row so far
             for item in group[first : first + MAX_BRANCHES]:
-                w = item.completion
-                reads.append(Read(len(context) - 1, w[0], item))  # the context predicts w[0],
-                for i in range(1, len(w)):
-                    reads.append(Read(start + i - 1, w[i], item))  # w[i - 1] predicts w[i],
-                branches.append(w[:-1])  # the last token predicts nothing
-                start += len(w) - 1
-            # A lone <s> is the same in both directions: here ar and prefix share their row.
-            bidirectional = bidirectional_context and len(context) > 1
-            yield Row(context, tuple(branches), bidirectional), reads
+                branch = item.completion[:-1]  # its last token predicts nothing
+                # Each token is predicted by the one before it: the first by the context's last.
+                places = [len(context) - 1, *range(end, end + len(branch))]
+                for place, target in zip(places, item.completion):
+                    reads.append(Read(place, target, item))
+                branches.append(branch)
+                end += len(branch)
+            yield Row(context, tuple(branches), prefix), reads
 
 
 def pll_rows(items, n_masks, mask):
@@ -223,8 +223,8 @@ def pll_rows(items, n_masks, mask):
         c, w = item
         for i in range(len(w)):
             n = min(n_masks, len(w) - i)
-            row = Row(c + w[:i] + (mask,) * n + w[i + n :], (), True)
-            yield row, [Read(len(c) + i - 1, w[i], item)]
+            tokens = c + w[:i] + (mask,) * n + w[i + n :]
+            yield Row(tokens, (), len(tokens)), [Read(len(c) + i - 1, w[i], item)]
 
 
 def mc_rows(items, n_draws, mask):
@@ -244,7 +244,7 @@ def mc_rows(items, n_draws, mask):
             for i in generator.permutation(L)[:k].tolist():
                 wt[i] = mask
                 reads.append(Read(len(c) + i - 1, w[i], item, weight=L / k / n_draws))
-            yield Row(c + tuple(wt), (), True), reads
+            yield Row(c + tuple(wt), (), len(c) + L), reads
 
 
 # ---- computing -----------------------------------------------------------------------------------
@@ -257,14 +257,13 @@ def distinct_items(questions):
 
 
 def score(model, items, modes, rank=0, world=1):
-    """Return {mode: log-likelihood of each item}, and the numbers of rows, tokens and padding.
+    """Return {mode: log-likelihood of each item}.
 
     Equal rows are computed once, whichever items and modes they belong to. Sums are integers in
     units of 2^-32 nats: they are exact, hence the same on any number of ranks.
     """
     max_tokens = MAX_TOKENS.get(model.embed.weight.device.type, MAX_TOKENS["cpu"])
     totals = {mode: dict.fromkeys(items, 0) for mode in modes}
-    counts = Counter()
     quiet = True if rank > 0 else None  # None: quiet without a terminal
     for first in tqdm(range(0, len(items), CHUNK), disable=quiet):
         wanted = defaultdict(list)  # {row: [(mode, read), ...]}
@@ -276,13 +275,10 @@ def score(model, items, modes, rank=0, world=1):
         for number, rows in enumerate(make_batches(wanted, max_tokens), start=first // CHUNK):
             if number % world == rank:
                 add_log_probabilities(totals, model, rows, wanted)
-            n_tokens = sum(length(row) for row in rows)
-            padding = len(rows) * length(rows[0]) - n_tokens
-            counts.update(rows=len(rows), tokens=n_tokens, padding=padding)
 
     table = torch.tensor([list(totals[mode].values()) for mode in modes])
     nats = sum_over_ranks(table).double() / 2**32
-    return dict(zip(modes, nats.tolist())), counts
+    return dict(zip(modes, nats.tolist()))
 
 
 def length(row):
@@ -316,12 +312,12 @@ def add_log_probabilities(totals, model, rows, wanted):
             targets.append(read.target)
 
     device = model.embed.weight.device
-    tokens, segments, positions, prefix = pad_batch(rows)
+    tokens, segments, positions, prefix = [tensor.to(device) for tensor in pad_batch(rows)]
     mask = None  # every position sees every other, as in most batches of pll: faster than a mask
-    if (prefix < tokens.shape[1]).any():
+    if any(row.prefix < tokens.shape[1] for row in rows):
         # It is dense, because FlexAttention would be compiled anew for each shape of a batch.
-        mask = make_mask(segments.to(device), positions.to(device), prefix.to(device))
-    h = model.hidden(tokens.to(device), mask, positions.to(device))
+        mask = make_mask(segments, positions, prefix)
+    h = model.hidden(tokens, mask, positions)
     row_index, place = torch.tensor(places, device=device).T
     states = h[row_index, place]
     targets = torch.tensor(targets, device=device)
@@ -345,10 +341,7 @@ def pad_batch(rows):
     tokens = np.zeros(shape, dtype=np.int64)  # numpy: torch is slow at many small assignments
     segments = np.full(shape, -1)
     positions = np.zeros(shape, dtype=np.int64)
-    prefix = np.zeros(len(rows), dtype=np.int64)
     for b, row in enumerate(rows):
-        if row.bidirectional:
-            prefix[b] = len(row.trunk)
         end = 0
         for segment, part in enumerate((row.trunk, *row.branches)):
             start, end = end, end + len(part)
@@ -356,6 +349,7 @@ def pad_batch(rows):
             tokens[b, start:end] = part
             segments[b, start:end] = segment
             positions[b, start:end] = np.arange(position, position + len(part))
+    prefix = np.array([row.prefix for row in rows])
     return [torch.from_numpy(array) for array in (tokens, segments, positions, prefix)]
 
 
@@ -371,24 +365,20 @@ def choice_scores(task, question, log_p):
 
 
 def judge(task, questions, log_p):
-    """Return the points of the questions, their nats per token, and the number of ties.
+    """Return the points of each question, and the nats per token of its right completion.
 
     A right answer is worth 1 point, and 1/m of it if m choices share the highest score. (If the
-    first of them won, a model that finds all sentences equal would solve BLiMP.) Nats per token
-    are the log-likelihood of the right completion, divided by its length.
+    first of them won, a model that finds all sentences equal would solve BLiMP.)
     """
     points, nats = [], []
-    n_ties = 0
     for question in questions:
         gold = question.document.gold
         scores = choice_scores(task, question, log_p)
         best = np.flatnonzero(scores == scores.max())
         points.append(1 / len(best) if gold in best else 0.0)
-        if len(best) > 1:
-            n_ties += 1
         item = question.given[gold]
         nats.append(log_p[item] / len(item.completion))
-    return np.array(points), np.array(nats), n_ties
+    return np.array(points), np.array(nats)
 
 
 def group_by_subtask(values, questions):
@@ -428,11 +418,11 @@ def evaluate_task(task, questions, log_p):
     """
     results = {}
     for mode in log_p:
-        points, nats, n_ties = judge(task, questions, log_p[mode])
+        points, nats = judge(task, questions, log_p[mode])
         result = summarize(points, nats, questions)
         result["normalized"] = (result["accuracy"] - task.chance) / (1 - task.chance)
         result["n"] = len(questions)
-        result["ties"] = n_ties
+        result["ties"] = sum(0 < point < 1 for point in points.tolist())
         if task.n_files > 1:
             groups = group_by_subtask(points, questions)
             result["subtasks"] = {name: float(np.mean(group)) for name, group in groups.items()}
@@ -518,6 +508,27 @@ def print_likelihoods(results):
     print_table(lines)
 
 
+def print_report(report):
+    results = report["tasks"]
+    print_accuracies(results, report["average"])
+    if "heldout" in results:
+        print_likelihoods(results["heldout"])
+    combinations = report["combinations"]
+    if len(combinations) > 1:
+        scores = [f"{100 * value:.1f}" for value in combinations.values()]
+        print_table([["pll with either of", *combinations], ["average, norm.", *scores]])
+
+    modes = next(iter(results.values()))
+    if "pll" in modes:
+        print("pll is the best n of each task, chosen on the test score")
+    for mode in modes:
+        n_ties = sum(by_mode[mode]["ties"] for by_mode in results.values())
+        if n_ties > 0:
+            print(f"{n_ties} ties in {mode}, each for a share of a point")
+    if report["contexts_cut"] > 0:
+        print(f"{report['contexts_cut']} contexts have lost their beginning: they were too long")
+
+
 def dump(path, questions, log_p):
     """Write a line of JSON for each choice of each document: its strings, its log-likelihoods."""
     lines = []
@@ -551,9 +562,7 @@ def dump_choice(name, question, choice, log_p):
 
 # ---- the script ----------------------------------------------------------------------------------
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--ckpt", default="", help="a checkpoint, or the directory of a run")
     add("--data", default="data/tasks", help="the folder of the tasks (data/tasks)")
@@ -569,23 +578,25 @@ def parse_arguments():
     add("--dump", default="", help="a file to write every string and log-likelihood to")
     args = parser.parse_args()
 
-    if args.tasks:
-        args.tasks = split_names("task", args.tasks, ALL_TASKS)
-    else:
-        args.tasks = [name for name in TASKS if Path(args.data, name).is_dir()] or ["heldout"]
+    present = [name for name in TASKS if Path(args.data, name).is_dir()] or ["heldout"]
+    args.tasks = split_names("task", args.tasks or ",".join(present), ALL_TASKS)
+    if args.mc > 0:
+        args.modes += ",mc"
     args.modes = split_names("mode", args.modes, MODES)
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.pll):
         die("--pll takes numbers of masks, such as 1,6")
     args.pll = sorted({int(n) for n in args.pll.split(",")})
     if min(args.mc, args.limit, args.context, args.completion, args.stride) < 0:
         die("--mc, --limit, --context, --completion and --stride take numbers from 0")
-    if args.mc > 0 and "mc" not in args.modes:
-        args.modes.append("mc")
     args.mc = args.mc or 256
     if not args.ckpt and not args.dump:
         die("which model? Name a run or a checkpoint, as in: python eval.py --ckpt out/demo")
     if not args.ckpt and "heldout" in args.tasks:
         die(f"heldout needs --ckpt; other tasks are not in {args.data}: python prepare.py --tasks")
+    if args.ckpt:
+        args.ckpt = str(find_checkpoint(args.ckpt))  # once: the run may save another one meanwhile
+    for path in filter(None, (args.json, args.dump)):
+        check_writable(path)
     return args
 
 
@@ -598,12 +609,55 @@ def split_names(kind, text, known):
     return [name for name in known if name in names]
 
 
+def check_writable(path):
+    """Refuse an output that cannot be written: now, and not when the work is done."""
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        die(f"cannot write {path}: {error}")
+    if Path(path).is_dir():
+        die(f"cannot write {path}: it is a folder, not a file")
+
+
+# ---- the script, in three steps: questions, scores, report ---------------------------------------
+def ask(name, args, trained):
+    """Return the questions of a task. Without a model they have strings only."""
+    if name == "heldout":
+        n = args.limit or ALL_TASKS[name].n_documents
+        return heldout_questions(trained, n, args.context, args.completion, args.stride)
+    documents = read_task(name, args.data, args.limit)
+    if trained is None:
+        return [Question(document, [], []) for document in documents]
+    return make_questions(TASKS[name], documents, trained)
+
+
+def score_tasks(args, questions, trained, rank, world):
+    """Return {task: {mode: {item: log p}}}, computing what an earlier run has not kept."""
+    modes = make_modes(args.modes, args.pll, args.mc, trained.special.mask)
+    file = find_saved_scores(args, questions, trained.model)
+    message = [load_scores(file)]
+    if world > 1:
+        dist.broadcast_object_list(message)  # all ranks take what the first has found
+    saved = message[0]  # {task: {mode: [log p of each item]}}
+    log_p = {}
+    for name in questions:
+        items = distinct_items(questions[name])
+        if name not in saved:
+            saved[name] = score(trained.model, items, modes, rank, world)
+            if rank == 0:
+                keep_scores(file, saved)
+        log_p[name] = {mode: dict(zip(items, saved[name][mode])) for mode in modes}
+    return log_p
+
+
 def find_saved_scores(args, questions, model):
     """Return the file that keeps the scores of finished tasks.
 
     Its name is a hash of all that decides a score, so that no other evaluation reads it.
     """
-    checkpoint = Path(find_checkpoint(args.ckpt))
+    checkpoint = Path(args.ckpt)
     code = sorted(Path(__file__).parent.glob("*.py"))
     files = [fingerprint(file) for file in (checkpoint, *code)]
     machine = torch.__version__, model.embed.weight.device.type, model.dtype
@@ -614,110 +668,67 @@ def find_saved_scores(args, questions, model):
     return checkpoint.with_name(f"eval-{digest.hexdigest()}.json")
 
 
+def keep_scores(file, scores):
+    """Keep scores for another run, if this folder can be written to: it may not be ours."""
+    content = json.dumps(scores)
+    checksum = hashlib.blake2b(content.encode()).hexdigest()
+    try:
+        write_atomically(file, f"{checksum}\n{content}")
+    except OSError as error:
+        print(f"scores are not kept, so this evaluation cannot resume: {error}", file=sys.stderr)
+
+
 def load_scores(file):
     """Return the scores that an earlier run of this command has kept, {} if there are none."""
     if not file.exists():
         return {}
-    try:
-        return json.loads(file.read_text())
-    except ValueError:
+    checksum, _, content = file.read_bytes().partition(b"\n")
+    if checksum != hashlib.blake2b(content).hexdigest().encode():
         print(f"{file} is damaged: scoring again", file=sys.stderr)
         return {}
+    return json.loads(content)
 
 
-def keep_scores(file, scores):
-    """Keep scores for another run, if this folder can be written to: it may not be ours."""
-    try:
-        write_atomically(file, json.dumps(scores))
-    except OSError as error:
-        print(
-            f"scores are not kept, so this evaluation cannot be resumed: {error}", file=sys.stderr
-        )
+def make_report(args, step, questions, log_p):
+    """Return what --json writes: the results of every task and mode, and their averages."""
+    results = {}
+    for name in questions:
+        results[name] = evaluate_task(ALL_TASKS[name], questions[name], log_p[name])
+    combinations, averages = {}, {}
+    if "pll" in args.modes and len(args.pll) > 1:
+        for by_mode in results.values():
+            by_mode["pll"] = best_pll(by_mode, args.pll)
+        if args.pll[0] == 1:
+            combinations = combine_pll(results, args.pll)
+    if args.tasks != ["heldout"]:
+        averages = {mode: average(results, mode) for mode in results[args.tasks[0]]}
+    return {
+        "flags": vars(args),
+        "step": step,
+        "tasks": results,
+        "average": averages,
+        "combinations": combinations,
+        "contexts_cut": sum(q.is_cut for q in itertools.chain(*questions.values())),
+    }
 
 
 def main():
     args = parse_arguments()
-    documents = {}
-    for name in args.tasks:
-        if name in TASKS:
-            documents[name] = read_task(name, args.data, args.limit)
-    if not args.ckpt:
-        questions = {name: [Question(d, [], []) for d in documents[name]] for name in documents}
+    trained = load_model(args.ckpt) if args.ckpt else None
+    questions = {name: ask(name, args, trained) for name in args.tasks}
+    if trained is None:
         dump(args.dump, questions, {})
         return
 
-    trained = load_model(args.ckpt)
     rank, world = join_ranks(trained.model.embed.weight.device.type)
-    modes = make_modes(args.modes, args.pll, args.mc, trained.special.mask)
-    questions = {}
-    n_cut = 0
-    for name in args.tasks:
-        if name == "heldout":
-            n = args.limit or ALL_TASKS[name].n_documents
-            lengths = args.context, args.completion, args.stride
-            questions[name] = heldout_questions(trained, n, *lengths)
-        else:
-            questions[name], n_cut_here = make_questions(TASKS[name], documents[name], trained)
-            n_cut += n_cut_here
-
-    # ---- score what an earlier run of this command has not scored --------------------------------
-    file = find_saved_scores(args, questions, trained.model)
-    message = [load_scores(file)]
-    if world > 1:
-        dist.broadcast_object_list(message)  # all ranks take what the first has found
-    saved = message[0]  # {task: {"scores": {mode: [log p of each item]}, "counts": {...}}}
-    results, log_p = {}, {}
-    counts = Counter()
-    for name in args.tasks:
-        items = distinct_items(questions[name])
-        if name not in saved:
-            scores, task_counts = score(trained.model, items, modes, rank, world)
-            saved[name] = {"scores": scores, "counts": task_counts}
-            if rank == 0:
-                keep_scores(file, saved)
-        scores = saved[name]["scores"]
-        counts.update(saved[name]["counts"])
-        log_p[name] = {mode: dict(zip(items, scores[mode])) for mode in modes}
-        results[name] = evaluate_task(ALL_TASKS[name], questions[name], log_p[name])
+    log_p = score_tasks(args, questions, trained, rank, world)
     if rank > 0:
         return
 
-    # ---- report ----------------------------------------------------------------------------------
-    notes = [f"padding {counts['padding'] / counts['tokens']:.1%}"]
-    notes.append(f"{n_cut} contexts cut to {trained.settings.seq_len} tokens")
-    for mode in modes:
-        n_ties = sum(by_mode[mode]["ties"] for by_mode in results.values())
-        if n_ties > 0:
-            notes.append(f"{n_ties} ties in {mode}, each for a share of a point")
-    combinations = {}
-    if "pll" in args.modes and len(args.pll) > 1:
-        for by_mode in results.values():
-            by_mode["pll"] = best_pll(by_mode, args.pll)
-        notes.append("pll is the best n of each task, chosen on the test score")
-        if args.pll[0] == 1:
-            combinations = combine_pll(results, args.pll)
-    averages = {}
-    if documents:
-        averages = {mode: average(results, mode) for mode in results[args.tasks[0]]}
-
-    print_accuracies(results, averages)
-    if "heldout" in results:
-        print_likelihoods(results["heldout"])
-    if len(combinations) > 1:
-        scores = [f"{100 * value:.1f}" for value in combinations.values()]
-        print_table([["pll with either of", *combinations], ["average, norm.", *scores]])
-    print("; ".join(notes))
-
+    report = make_report(args, trained.checkpoint["step"], questions, log_p)
+    print_report(report)
     if args.json:
-        content = {
-            "flags": vars(args),
-            "step": trained.checkpoint["step"],
-            "tasks": results,
-            "average": averages,
-            "combinations": combinations,
-            "counts": {**counts, "cut": n_cut},
-        }
-        write_atomically(args.json, json.dumps(content, indent=1))
+        write_atomically(args.json, json.dumps(report, indent=1))
     if args.dump:
         dump(args.dump, questions, log_p)
 

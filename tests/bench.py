@@ -427,7 +427,7 @@ def evaluation(args, folder="data/tasks", n=8):
     questions = []
     for name in ("arc_easy", "hellaswag", "mmlu"):
         documents = random.Random(0).sample(read_task(name, folder), n)
-        questions += make_questions(TASKS[name], documents, trained)[0]
+        questions += make_questions(TASKS[name], documents, trained)
     items = distinct_items(questions)
     few = items[::16]
     ar = make_modes(["ar"], [], 0, SPECIAL.mask)

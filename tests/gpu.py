@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -335,19 +334,18 @@ def measure_paper(table, folder, n_gpus=1):
 
 # ---- 4: use --------------------------------------------------------------------------------------
 def evaluate(folder, name, limit, **environment):
-    """Run eval.py on held-out text; return the results, the counts and the seconds."""
+    """Run eval.py on held-out text; return the results and the seconds."""
     file = folder / f"{name}.json"
     ckpt = str(folder / name.partition("-")[0])
     arguments = ["--tasks", "heldout", "--limit", str(limit), "--json", str(file)]
     start = time.time()
     run("eval.py", "--ckpt", ckpt, *arguments, **environment)
-    result = json.loads(file.read_text())
-    return result["tasks"]["heldout"], Counter(result["counts"]), time.time() - start
+    return json.loads(file.read_text())["tasks"]["heldout"], time.time() - start
 
 
 def check_use(table, folder):
-    on_gpu, _, _ = evaluate(folder, "gpu-eval", 100)
-    on_cpu, _, _ = evaluate(folder, "gpu-eval-cpu", 100, **NO_GPU)
+    on_gpu, _ = evaluate(folder, "gpu-eval", 100)
+    on_cpu, _ = evaluate(folder, "gpu-eval-cpu", 100, **NO_GPU)
     for mode in ("ar", "prefix", "pll1", "pll6"):
         gpu, cpu = (results[mode]["nats_per_token"] for results in (on_gpu, on_cpu))
         difference = abs(gpu - cpu) / abs(cpu)
@@ -363,8 +361,8 @@ def check_use(table, folder):
 def time_paper_evaluation(table, folder):
     if not (folder / "paper1").exists():
         return
-    _, counts, seconds = evaluate(folder, "paper1-eval", 1000)
-    found = f"{counts['rows']:,} rows, {counts['tokens']:,} tokens in {seconds:.0f} s with loading"
+    _, seconds = evaluate(folder, "paper1-eval", 1000)
+    found = f"1,000 held-out passages in {seconds:.0f} s with loading"
     table.note("eval.py, the paper's model", found)
 
 

@@ -140,7 +140,7 @@ def test_plain_scorers_give_the_scores_of_eval():
     contexts = [(1, 20, 30, 40), (1, 50)]
     completions = [(60,), (61, 62, 63), tuple(range(64, 72))]
     items = [Item(context, w) for context in contexts for w in completions]
-    values, _ = score(model, items, make_modes(["ar", "pll"], [1, 6], 0, bench.SPECIAL.mask))
+    values = score(model, items, make_modes(["ar", "pll"], [1, 6], 0, bench.SPECIAL.mask))
     assert values["ar"] == pytest.approx(bench.plain_ar(model, items), rel=1e-5)
     for n in (1, 6):
         assert values[f"pll{n}"] == pytest.approx(bench.plain_pll(model, items, n), rel=1e-5)

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,15 +83,33 @@ DOCUMENTS = [
 
 @pytest.fixture(scope="session")
 def items(trained):
-    questions, _ = ev.make_questions(PMI, DOCUMENTS, trained)
+    questions = ev.make_questions(PMI, DOCUMENTS, trained)
     return ev.distinct_items(questions)
 
 
 def score(model, items, names, mask_counts=(1, 6), n_draws=5):
-    """Return {mode: array} and the counts, for items in any order."""
+    """Return {mode: array}, for items in any order."""
     modes = ev.make_modes(names, mask_counts, n_draws, MASK)
-    values, counts = ev.score(model, items, modes)
-    return {mode: np.array(v) for mode, v in values.items()}, counts
+    values = ev.score(model, items, modes)
+    return {mode: np.array(v) for mode, v in values.items()}
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Collect the batches of rows that are computed."""
+    computed = []
+    pad_batch = ev.pad_batch
+
+    def collect(rows):
+        computed.append(rows)
+        return pad_batch(rows)
+
+    monkeypatch.setattr(ev, "pad_batch", collect)
+    return computed
+
+
+def count_rows(batches):
+    return sum(len(rows) for rows in batches)
 
 
 # ---- the plain scorer: one row, one forward pass, a mask written out -----------------------------
@@ -145,7 +164,7 @@ ALL_MODES = ["ar", "prefix", "pll1", "pll2", "pll6", "chain", "mc"]
 
 
 def test_every_mode_equals_the_plain_scorer(model, items):
-    values, _ = score(model, items, ev.MODES, mask_counts=(1, 2, 6))
+    values = score(model, items, ev.MODES, mask_counts=(1, 2, 6))
     assert list(values) == ALL_MODES
     for mode, got in values.items():
         expected = [plain(model, mode, item) for item in items]
@@ -161,7 +180,7 @@ def test_single_steps_give_the_ar_sum(model, items):
         tokens = c + w[:i]
         causal = torch.ones(len(tokens), len(tokens)).tril().bool()
         expected += log_p(model, tokens, causal)[-1, w[i]].item()
-    values, _ = score(model, [item], ["ar"])
+    values = score(model, [item], ["ar"])
     assert values["ar"][0] == pytest.approx(expected, rel=1e-5)
 
 
@@ -169,11 +188,13 @@ def test_single_steps_give_the_ar_sum(model, items):
     "name, value",
     [("MAX_TOKENS", {"cpu": 10}), ("MAX_PADDING", 0.9), ("MAX_BRANCHES", 2), ("CHUNK", 3)],
 )
-def test_scores_do_not_depend_on_batches(name, value, model, items, monkeypatch):
-    before, counts = score(model, items, ev.MODES)
+def test_scores_do_not_depend_on_batches(name, value, model, items, batches, monkeypatch):
+    before = score(model, items, ev.MODES)
+    batches_before = batches.copy()
+    batches.clear()
     monkeypatch.setattr(ev, name, value)
-    after, other_counts = score(model, items, ev.MODES)
-    assert other_counts != counts
+    after = score(model, items, ev.MODES)
+    assert batches != batches_before
     for mode in before:
         np.testing.assert_allclose(after[mode], before[mode], rtol=1e-5)
 
@@ -181,7 +202,7 @@ def test_scores_do_not_depend_on_batches(name, value, model, items, monkeypatch)
 # ---- invariants ----------------------------------------------------------------------------------
 def test_pll_and_chain_under_causal_attention_are_the_ar_sum(model, items, monkeypatch):
     """What is masked lies in the future. This also proves the shift."""
-    bidirectional, _ = score(model, items, ["ar", "pll", "chain"], mask_counts=(1, 3))
+    bidirectional = score(model, items, ["ar", "pll", "chain"], mask_counts=(1, 3))
 
     hidden = model.hidden
 
@@ -190,14 +211,14 @@ def test_pll_and_chain_under_causal_attention_are_the_ar_sum(model, items, monke
         return hidden(tokens, torch.ones(1, 1, T, T, dtype=torch.bool).tril(), positions)
 
     monkeypatch.setattr(model, "hidden", causal_hidden)
-    causal, _ = score(model, items, ["pll", "chain"], mask_counts=(1, 3))
+    causal = score(model, items, ["pll", "chain"], mask_counts=(1, 3))
     for mode in ("pll1", "pll3", "chain"):
         np.testing.assert_allclose(causal[mode], bidirectional["ar"], rtol=1e-5)
         assert abs(bidirectional[mode] - bidirectional["ar"]).max() > 0.1
 
 
 def test_prefix_is_ar_only_without_a_context(model, items):
-    values, _ = score(model, items, ["ar", "prefix"])
+    values = score(model, items, ["ar", "prefix"])
     difference = abs(values["ar"] - values["prefix"])
     empty = np.array([item.context == (BOS,) for item in items])
     assert empty.sum() == 2
@@ -207,7 +228,7 @@ def test_prefix_is_ar_only_without_a_context(model, items):
 
 def test_pll_with_as_many_masks_as_tokens_is_chain(model, items):
     short = [Item(c, w[:4]) for c, w in items]
-    values, _ = score(model, list(dict.fromkeys(short)), ["pll", "chain"], mask_counts=(3, 4, 6))
+    values = score(model, list(dict.fromkeys(short)), ["pll", "chain"], mask_counts=(3, 4, 6))
     np.testing.assert_array_equal(values["pll4"], values["chain"])
     np.testing.assert_array_equal(values["pll6"], values["chain"])
     assert abs(values["pll3"] - values["chain"]).max() > 1e-3
@@ -217,7 +238,7 @@ def test_chain_and_ar_are_likelihoods_but_pll_is_not():
     """Over all completions of a length the probabilities sum to 1."""
     model = random_model(tiny_settings(vocab_size=20)).eval()
     every_pair = [Item((BOS, 17, 18), w) for w in itertools.product(range(20), repeat=2)]
-    values, _ = score(model, every_pair, ["ar", "prefix", "pll", "chain"], mask_counts=(1,))
+    values = score(model, every_pair, ["ar", "prefix", "pll", "chain"], mask_counts=(1,))
     for mode in ("ar", "prefix", "chain"):
         assert np.exp(values[mode]).sum() == pytest.approx(1, abs=1e-5)
     assert abs(np.exp(values["pll1"]).sum() - 1) > 1e-3
@@ -225,7 +246,7 @@ def test_chain_and_ar_are_likelihoods_but_pll_is_not():
 
 def test_pmi_of_the_unconditional_context_is_zero(trained):
     """Also in mc, because the masks depend on the completion alone."""
-    (question,), _ = ev.make_questions(PMI, DOCUMENTS[3:], trained)
+    (question,) = ev.make_questions(PMI, DOCUMENTS[3:], trained)
     assert question.given == question.unconditional
 
     def masks(item):
@@ -237,10 +258,10 @@ def test_pmi_of_the_unconditional_context_is_zero(trained):
     assert len(set(masks(item))) > 10
 
 
-def test_mc_of_one_token_is_pll1_in_one_row(model):
+def test_mc_of_one_token_is_pll1_in_one_row(model, batches):
     items = [Item((BOS, 20, 21), (token,)) for token in (30, 31, 32)]
-    values, counts = score(model, items, ["pll", "chain", "mc"], n_draws=256)
-    assert counts["rows"] == 1  # for three answers and all modes
+    values = score(model, items, ["pll", "chain", "mc"], n_draws=256)
+    assert count_rows(batches) == 1  # for three answers and all modes
     np.testing.assert_allclose(values["mc"], values["pll1"], rtol=1e-6)
 
 
@@ -249,71 +270,71 @@ def test_mc_of_two_tokens_is_the_mean_over_both_orders(model):
     first, second = plain_masked(model, item, [0, 1])
     exact = (first + plain_masked(model, item, [1])[1]) / 2
     exact += (second + plain_masked(model, item, [0])[0]) / 2
-    values, _ = score(model, [item], ["mc"], n_draws=4096)
+    values = score(model, [item], ["mc"], n_draws=4096)
     assert values["mc"][0] == pytest.approx(exact, rel=0.01)
-    few, _ = score(model, [item], ["mc"], n_draws=1)
+    few = score(model, [item], ["mc"], n_draws=1)
     assert few["mc"][0] != pytest.approx(exact, rel=0.01)
 
 
 # ---- what is computed, and how often -------------------------------------------------------------
-def test_completions_of_a_context_share_its_row(model):
+def test_completions_of_a_context_share_its_row():
     c = (BOS, *range(20, 60))
     items = [Item(c, w) for w in [(70, 90), (70, 71, 72), (70, 71, 80, 81)]]
     ((row, reads),) = ev.causal_rows(items, bidirectional_context=True)
-    assert row == ev.Row(c, ((70,), (70, 71), (70, 71, 80)), True)
-    assert len(reads) == 9
+    assert row == ev.Row(c, ((70,), (70, 71), (70, 71, 80)), prefix=len(c))
+    places = [[read.place for read in reads if read.item == item] for item in items]
+    assert places == [[40, 41], [40, 42, 43], [40, 44, 45, 46]]
 
     tokens, segments, positions, prefix = ev.pad_batch([row])
     assert tokens[0].tolist() == [*c, 70, 70, 71, 70, 71, 80]
     assert segments[0].tolist() == [0] * 41 + [1, 2, 2, 3, 3, 3]
     assert positions[0].tolist() == [*range(41), 41, 41, 42, 41, 42, 43]
     assert prefix.tolist() == [41]
-    _, counts = score(model, items, ["ar"])
-    assert counts["rows"] == 1 and counts["tokens"] == 41 + 6
 
 
-def test_equal_rows_are_computed_once(model):
+def test_equal_rows_are_computed_once(model, batches):
     """pll1 and pll6 share the row of the last token; completions of a length share all masks."""
     items = [Item((BOS, 20), w) for w in [(30, 31, 32), (40, 41, 42)]]
-    _, counts = score(model, items, ["pll"])
+    score(model, items, ["pll"])
     three_of_pll1, all_masks, two_masks = 2 * 3, 1, 2 * 1
-    assert counts["rows"] == three_of_pll1 + all_masks + two_masks
+    assert count_rows(batches) == three_of_pll1 + all_masks + two_masks
 
 
-def test_without_a_context_ar_and_prefix_share_their_row(model):
-    _, counts = score(model, [Item((BOS,), (30, 31))], ["ar", "prefix"])
-    assert counts["rows"] == 1
-    _, counts = score(model, [Item((BOS, 20), (30, 31))], ["ar", "prefix"])
-    assert counts["rows"] == 2
+@pytest.mark.parametrize("context, n_rows", [((BOS,), 1), ((BOS, 20), 2)])
+def test_without_a_context_ar_and_prefix_share_their_row(context, n_rows, model, batches):
+    score(model, [Item(context, (30, 31))], ["ar", "prefix"])
+    assert count_rows(batches) == n_rows
 
 
 def test_equal_items_of_several_questions_are_one(trained):
-    questions, _ = ev.make_questions(CHAR, DOCUMENTS + DOCUMENTS, trained)
+    questions = ev.make_questions(CHAR, DOCUMENTS + DOCUMENTS, trained)
     n_distinct = 5 + 2 + 2 + 2
     assert len(ev.distinct_items(questions)) == n_distinct
     assert sum(len(question.given) for question in questions) == 2 * (n_distinct + 1)
 
 
 def test_scores_do_not_depend_on_how_many_logits_exist_at_a_time(trained, monkeypatch):
-    questions, _ = ev.make_questions(CHAR, DOCUMENTS, trained)
+    questions = ev.make_questions(CHAR, DOCUMENTS, trained)
     items = ev.distinct_items(questions)
-    expected, _ = score(trained.model, items, ["ar", "pll"])
+    expected = score(trained.model, items, ["ar", "pll"])
     monkeypatch.setattr(ev, "MAX_LOGITS", 3)
-    found, _ = score(trained.model, items, ["ar", "pll"])
+    found = score(trained.model, items, ["ar", "pll"])
     for mode in expected:
         np.testing.assert_allclose(found[mode], expected[mode], rtol=1e-5)
 
 
-def test_padding_is_small_and_not_seen(trained, task_files):
+def test_padding_is_small(trained, task_files, batches):
     documents = ev.read_task("mmlu", task_files, 2)
-    questions, _ = ev.make_questions(TASKS["mmlu"], documents, trained)
-    _, counts = score(trained.model, ev.distinct_items(questions)[:100], ["ar", "pll"])
-    assert 0 < counts["padding"] < 0.03 * counts["tokens"]
+    questions = ev.make_questions(TASKS["mmlu"], documents, trained)
+    score(trained.model, ev.distinct_items(questions)[:100], ["ar", "pll"])
+    n_tokens = sum(ev.length(row) for rows in batches for row in rows)
+    n_places = sum(len(rows) * ev.length(rows[0]) for rows in batches)
+    assert n_tokens < n_places < 1.03 * n_tokens
 
 
 def test_the_special_tokens_are_those_of_the_checkpoint(trained):
     other = trained._replace(special=SpecialIds(bos=9, mask=7, all=(7, 9)))
-    questions, _ = ev.make_questions(CHAR, DOCUMENTS, other)
+    questions = ev.make_questions(CHAR, DOCUMENTS, other)
     items = ev.distinct_items(questions) + ev.heldout_questions(other, 1)[0].given
     assert all(item.context[0] == 9 for item in items)
     modes = ev.make_modes(["pll", "chain", "mc"], [1, 6], 4, mask=7)
@@ -325,21 +346,21 @@ def test_the_special_tokens_are_those_of_the_checkpoint(trained):
 # ---- questions -----------------------------------------------------------------------------------
 def test_a_long_question_loses_the_left_of_its_context(trained):
     long = document("one two three four five six seven\nAnswer:", [" sun", " rain and moon"])
-    (whole,), n_cut = ev.make_questions(CHAR, [long], trained)
-    assert n_cut == 0
+    (whole,) = ev.make_questions(CHAR, [long], trained)
+    assert not whole.is_cut
     longest = max(len(item.completion) for item in whole.given)
 
     narrow = trained._replace(settings=tiny_settings(seq_len=longest + 6))
-    questions, n_cut = ev.make_questions(CHAR, [long, DOCUMENTS[2]], narrow)
-    assert n_cut == 1
+    questions = ev.make_questions(CHAR, [long, DOCUMENTS[2]], narrow)
+    assert [question.is_cut for question in questions] == [True, False]
     for item in questions[0].given:
         assert item.context == (BOS, *whole.given[0].context[-5:])
 
 
 def test_a_completion_is_never_cut(trained):
     narrow = trained._replace(settings=tiny_settings(seq_len=3))
-    (cut,), _ = ev.make_questions(CHAR, DOCUMENTS[3:], narrow)
-    (whole,), _ = ev.make_questions(CHAR, DOCUMENTS[3:], trained)
+    (cut,) = ev.make_questions(CHAR, DOCUMENTS[3:], narrow)
+    (whole,) = ev.make_questions(CHAR, DOCUMENTS[3:], trained)
     assert [item.completion for item in cut.given] == [item.completion for item in whole.given]
     assert cut.given[0].context == (BOS,)
 
@@ -449,10 +470,10 @@ def make_question(texts, gold=0, subtask=None, number=0):
 
 
 def judge(task, question, given, unconditional=()):
-    """Return the points of one question, and the number of ties."""
+    """Return the points of one question."""
     log_p = dict(zip(question.given + question.unconditional, [*given, *unconditional]))
-    points, _, n_ties = ev.judge(task, [question], log_p)
-    return points[0], n_ties
+    points, _ = ev.judge(task, [question], log_p)
+    return points[0]
 
 
 @pytest.mark.parametrize("task, best", [(RAW, 0), (CHAR, 2), (PMI, 1)])
@@ -460,26 +481,24 @@ def test_raw_prefers_the_short_char_the_long_and_pmi_the_unlikely(task, best):
     given, unconditional = [-3.0, -4.5, -7.5], [-1.0, -9.0, -8.0]
     for gold in range(3):
         question = make_question([" a", " abc", " abcdefg"], gold)
-        points, n_ties = judge(task, question, given, unconditional)
-        assert points == (1 if gold == best else 0)
-        assert n_ties == 0
+        assert judge(task, question, given, unconditional) == (1 if gold == best else 0)
 
 
 def test_char_counts_the_space():
     """-2.1 / 2 is more than -4.4 / 4; without the space, -2.1 / 1 is less than -4.4 / 3."""
     question = make_question([" a", " abc"])
-    assert judge(CHAR, question, [-2.1, -4.4]) == (1, 0)
-    assert judge(CHAR, question, [-2.1, -4.0]) == (0, 0)
+    assert judge(CHAR, question, [-2.1, -4.4]) == 1
+    assert judge(CHAR, question, [-2.1, -4.0]) == 0
 
 
 @pytest.mark.parametrize(
     "given, gold, expected",
     [
-        ([-3.0, -3.0], 0, (1 / 2, 1)),
-        ([-3.0, -3.0], 1, (1 / 2, 1)),
-        ([-3.0, -3.0, -3.0, -4.0], 2, (1 / 3, 1)),
-        ([-3.0, -3.0, -4.0], 2, (0, 1)),
-        ([-3.0, -4.0, -4.0], 0, (1, 0)),
+        ([-3.0, -3.0], 0, 1 / 2),
+        ([-3.0, -3.0], 1, 1 / 2),
+        ([-3.0, -3.0, -3.0, -4.0], 2, 1 / 3),
+        ([-3.0, -3.0, -4.0], 2, 0),
+        ([-3.0, -4.0, -4.0], 0, 1),
     ],
 )
 def test_ties_share_the_point(given, gold, expected):
@@ -491,11 +510,11 @@ def test_a_model_without_an_opinion_solves_half_of_blimp(trained, tmp_path, monk
     model = random_model(tiny_settings()).eval()
     torch.nn.init.zeros_(model.head.weight)
     documents = [document("", ["It is.", "It am."], subtask=name) for name in "aabb"]
-    questions, _ = ev.make_questions(TASKS["blimp"], documents, trained._replace(model=model))
+    questions = ev.make_questions(TASKS["blimp"], documents, trained._replace(model=model))
     items = ev.distinct_items(questions)
     assert len({len(item.completion) for item in items}) == 1
     modes = ev.make_modes(["ar"], [1], 1, MASK)
-    values, _ = ev.score(model, items, modes)
+    values = ev.score(model, items, modes)
     log_p = {"ar": dict(zip(items, values["ar"]))}
     result = ev.evaluate_task(TASKS["blimp"], questions, log_p)["ar"]
     assert result["accuracy"] == 0.5 and result["normalized"] == 0 and result["ties"] == 4
@@ -570,7 +589,7 @@ def test_differences_to_ar_are_paired():
 def test_nats_per_token_are_those_of_the_right_completion():
     wrong, right = Item((1,), (5, 6)), Item((1,), (7, 7, 7, 7))
     question = Question(document("c", ["a", "b"], gold=1), [wrong, right], [])
-    _, nats, _ = ev.judge(RAW, [question], {wrong: -3.0, right: -2.0})
+    _, nats = ev.judge(RAW, [question], {wrong: -3.0, right: -2.0})
     assert nats.tolist() == [-0.5]
 
 
@@ -784,7 +803,6 @@ def test_an_interrupted_evaluation_resumes(
     evaluate(monkeypatch, *flags)
     assert 0 < forward_passes["done"] < n_whole
     assert json.loads((tmp_path / "j").read_text()) == expected
-    assert expected["counts"]["padding"] > 0
     assert [file.suffix for file in checkpoint.glob("eval-*")] == [".json"]
 
 
@@ -805,9 +823,8 @@ def test_saved_scores_of_other_code_are_not_used(name, trained, checkpoint, tmp_
     for file in Path(ROOT).glob("*.py"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(ev, "__file__", str(tmp_path / "eval.py"))
-    args = ev.argparse.Namespace(
-        ckpt=str(checkpoint), tasks=["heldout"], modes=["ar"], pll=[1], mc=256
-    )
+    file = checkpoint / "ckpt.pt"
+    args = SimpleNamespace(ckpt=str(file), tasks=["heldout"], modes=["ar"], pll=[1], mc=256)
     questions = {"heldout": ev.heldout_questions(trained, 2)}
 
     def find():
@@ -819,8 +836,8 @@ def test_saved_scores_of_other_code_are_not_used(name, trained, checkpoint, tmp_
         file.write("# changed\n")
     assert find() != before
     before = find()
-    with open(checkpoint / "ckpt.pt", "ab") as file:
-        file.write(b"changed")
+    with open(checkpoint / "ckpt.pt", "ab") as content:
+        content.write(b"changed")
     assert find() != before
 
 

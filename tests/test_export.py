@@ -98,7 +98,7 @@ def test_transformers_scores_with_a_prefix_and_in_both_directions(exported, auto
 
     item = Item(tuple(context), tuple(completion))
     modes = make_modes(["ar", "prefix", "pll"], [1], 0, trained.special.mask)
-    scores, _ = score(trained.model, [item], modes)
+    scores = score(trained.model, [item], modes)
     assert scores["prefix"][0] == pytest.approx(prefix.item(), abs=1e-4)
     assert scores["pll1"][0] == pytest.approx(pll.item(), abs=1e-4)
     assert abs(scores["ar"][0] - prefix.item()) > 1e-2
