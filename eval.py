@@ -197,24 +197,29 @@ def make_modes(asked, mask_counts, n_draws, mask):
     return {name: modes[name] for name in modes if name.rstrip("0123456789") in asked}
 
 
+def group_by_context(items):
+    """Yield lists of items that share a context, at most MAX_BRANCHES in each."""
+    for _, group in itertools.groupby(items, key=lambda item: item.context):
+        group = list(group)
+        for first in range(0, len(group), MAX_BRANCHES):
+            yield group[first : first + MAX_BRANCHES]
+
+
 def causal_rows(items, bidirectional_context):
     """Eq. 2: log p(w | c) = sum_i log p(w_i | c, w_<i). Completions of one context share a row."""
-    for context, group in itertools.groupby(items, key=lambda item: item.context):
-        group = list(group)
-        # A lone <s> is the same in both directions: then ar and prefix share their rows.
-        prefix = len(context) if bidirectional_context and len(context) > 1 else 0
-        for first in range(0, len(group), MAX_BRANCHES):
-            branches, reads = [], []
-            end = len(context)  # of the row so far
-            for item in group[first : first + MAX_BRANCHES]:
-                branch = item.completion[:-1]  # its last token predicts nothing
-                # Each token is predicted by the one before it: the first by the context's last.
-                places = [len(context) - 1, *range(end, end + len(branch))]
-                for place, target in zip(places, item.completion):
-                    reads.append(Read(place, target, item))
-                branches.append(branch)
-                end += len(branch)
-            yield Row(context, tuple(branches), prefix), reads
+    for group in group_by_context(items):
+        c = group[0].context
+        branches = tuple(item.completion[:-1] for item in group)  # a last token predicts nothing
+        reads = []
+        start = len(c)  # of the next branch
+        for item, branch in zip(group, branches):
+            # The context predicts the first token, and every token in the branch the next one.
+            places = [len(c) - 1, *range(start, start + len(branch))]
+            reads += [Read(place, target, item) for place, target in zip(places, item.completion)]
+            start += len(branch)
+        # A lone <s> is the same in both directions: then ar and prefix share their row.
+        prefix = len(c) if bidirectional_context and len(c) > 1 else 0
+        yield Row(c, branches, prefix), reads
 
 
 def pll_rows(items, n_masks, mask):
@@ -675,7 +680,7 @@ def keep_scores(file, scores):
     try:
         write_atomically(file, f"{checksum}\n{content}")
     except OSError as error:
-        print(f"scores are not kept, so this evaluation cannot resume: {error}", file=sys.stderr)
+        print(f"scores are not kept, this evaluation cannot be resumed: {error}", file=sys.stderr)
 
 
 def load_scores(file):

@@ -54,7 +54,7 @@ def save_checkpoint(trained, folder):
         "tokenizer": Path(trained.settings.data_dir, "tokenizer.json").read_text(),
     }
     folder.mkdir()
-    torch.save(content, folder / "ckpt.pt")
+    torch.save(content, folder / "ckpt_7.pt")
     return folder
 
 
@@ -767,6 +767,46 @@ def test_many_mask_counts_print_the_table_of_combinations(
     assert "1-6" not in capsys.readouterr().out
 
 
+def narrow_checkpoint(trained, folder, seq_len, vocab_size=300):
+    """Write a checkpoint of another model, trained on the same data; return its directory."""
+    settings = tiny_settings(
+        seq_len=seq_len, vocab_size=vocab_size, data_dir=trained.settings.data_dir
+    )
+    other = trained._replace(model=random_model(settings).eval(), settings=settings)
+    return save_checkpoint(other, folder)
+
+
+def test_contexts_that_were_cut_are_counted(trained, task_files, tmp_path, monkeypatch, capsys):
+    flags = ["--data", task_files, "--tasks", "mmlu,blimp", "--limit", 1, "--modes", "ar"]
+    for seq_len, n_cut in ((16, 57), (256, 0)):
+        folder = narrow_checkpoint(trained, tmp_path / f"run{seq_len}", seq_len)
+        evaluate(monkeypatch, "--ckpt", folder, *flags, "--json", tmp_path / "j")
+        assert json.loads((tmp_path / "j").read_text())["contexts_cut"] == n_cut
+        assert ("57 contexts have lost their beginning" in capsys.readouterr().out) == (n_cut > 0)
+
+
+@pytest.mark.parametrize(
+    "seq_len, lengths", [(2, None), (3, [1, 1]), (4, [0, 0]), (5, [1, 3]), (5, [3, 1])]
+)
+def test_the_smallest_windows_and_an_odd_vocabulary_can_be_evaluated(
+    seq_len, lengths, trained, task_files, tmp_path, monkeypatch
+):
+    folder = narrow_checkpoint(trained, tmp_path / "run", seq_len, vocab_size=301)
+    flags = ["--ckpt", folder, "--data", task_files, "--limit", 3, "--modes", "ar,prefix,pll,chain"]
+    flags += ["--mc", 3, "--json", tmp_path / "j"]
+    if lengths is None:
+        with pytest.raises(SystemExit, match="window of this model has 2: shorten --context"):
+            evaluate(monkeypatch, *flags, "--tasks", "heldout", "--context", 1, "--completion", 1)
+        flags += ["--tasks", "openbookqa,blimp"]
+    else:
+        flags += ["--tasks", "openbookqa,blimp,heldout"]
+        flags += ["--context", lengths[0], "--completion", lengths[1]]
+    evaluate(monkeypatch, *flags)
+    for by_mode in json.loads((tmp_path / "j").read_text())["tasks"].values():
+        for mode in MODE_NAMES:
+            assert np.isfinite(by_mode[mode]["nats_per_token"])
+
+
 # ---- resuming ------------------------------------------------------------------------------------
 @pytest.fixture
 def forward_passes(monkeypatch):
@@ -817,13 +857,40 @@ def test_other_flags_are_another_evaluation(change, checkpoint, monkeypatch, for
     assert forward_passes["done"] > n_passes
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"[]",
+        lambda content: b'{"heldout": 3}',
+        lambda content: b'{"heldout": {"ar": [-1.0]}}',
+        lambda content: content.partition(b"\n")[2],
+        lambda content: content[:-50],
+        lambda content: content.replace(b"3", b"4"),
+        lambda content: content + b"\xff",
+    ],
+)
+def test_damaged_scores_are_computed_again(damage, checkpoint, monkeypatch, capsys):
+    """Whatever has become of the file: not JSON, JSON of another shape, or another number."""
+    flags = ["--ckpt", checkpoint, "--tasks", "heldout", "--limit", 3, "--modes", "ar"]
+    evaluate(monkeypatch, *flags)
+    table = capsys.readouterr().out
+    (file,) = checkpoint.glob("eval-*")
+    content = file.read_bytes()
+    file.write_bytes(damage(content))
+    evaluate(monkeypatch, *flags)
+    output = capsys.readouterr()
+    assert output.out == table and "is damaged: scoring again" in output.err
+    assert file.read_bytes() == content
+
+
 @pytest.mark.parametrize("name", ["eval.py", "tasks.py", "model.py", "data.py", "checkpoint.py"])
 def test_saved_scores_of_other_code_are_not_used(name, trained, checkpoint, tmp_path, monkeypatch):
     """A change of any module that takes part, and of the checkpoint."""
     for file in Path(ROOT).glob("*.py"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(ev, "__file__", str(tmp_path / "eval.py"))
-    file = checkpoint / "ckpt.pt"
+    file = checkpoint / "ckpt_7.pt"
     args = SimpleNamespace(ckpt=str(file), tasks=["heldout"], modes=["ar"], pll=[1], mc=256)
     questions = {"heldout": ev.heldout_questions(trained, 2)}
 
@@ -836,7 +903,7 @@ def test_saved_scores_of_other_code_are_not_used(name, trained, checkpoint, tmp_
         file.write("# changed\n")
     assert find() != before
     before = find()
-    with open(checkpoint / "ckpt.pt", "ab") as content:
+    with open(checkpoint / "ckpt_7.pt", "ab") as content:
         content.write(b"changed")
     assert find() != before
 
@@ -878,6 +945,28 @@ def test_a_wrong_flag_is_one_line_that_says_what_to_do(
         evaluate(monkeypatch, *known, *flags.split())
 
 
+@pytest.mark.parametrize("flag", ["--json", "--dump"])
+@pytest.mark.parametrize("path", ["folder", "file/x", "file/new/x"])
+def test_an_output_that_cannot_be_written_is_refused_at_the_start(
+    flag, path, checkpoint, tmp_path, monkeypatch
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(ev, "load_model", None)  # what comes next would fail
+    with pytest.raises(SystemExit, match=f"^error: cannot write [^\n]*{path}: [^\n]*$"):
+        evaluate(monkeypatch, "--ckpt", checkpoint, flag, tmp_path / path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_earlier_result_stays_until_there_is_a_new_one(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "j").write_text("earlier")
+    monkeypatch.setattr(ev, "load_model", None)
+    with pytest.raises(TypeError):
+        evaluate(monkeypatch, "--ckpt", checkpoint, "--json", tmp_path / "j")
+    assert (tmp_path / "j").read_text() == "earlier"
+
+
 def test_a_bare_call_is_one_helpful_line(tmp_path):
     output = run("eval.py", cwd=tmp_path, code=1)
     assert output.count("\n") == 1
@@ -895,16 +984,16 @@ def test_every_flag_has_a_help_text(monkeypatch, capsys):
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint, monkeypatch):
-    content = torch.load(checkpoint / "ckpt.pt")
+    content = torch.load(checkpoint / "ckpt_7.pt")
     del content["tokenizer"]
-    torch.save(content, checkpoint / "ckpt.pt")
+    torch.save(content, checkpoint / "ckpt_7.pt")
     with pytest.raises(SystemExit, match="no tokenizer"):
         evaluate(monkeypatch, "--ckpt", checkpoint, "--tasks", "heldout")
 
 
 def test_a_model_that_has_diverged_is_refused(checkpoint, monkeypatch):
-    content = torch.load(checkpoint / "ckpt.pt")
+    content = torch.load(checkpoint / "ckpt_7.pt")
     content["model"]["norm.weight"].fill_(float("nan"))
-    torch.save(content, checkpoint / "ckpt.pt")
+    torch.save(content, checkpoint / "ckpt_7.pt")
     with pytest.raises(SystemExit, match="not finite"):
         evaluate(monkeypatch, "--ckpt", checkpoint, "--tasks", "heldout", "--limit", 1)
