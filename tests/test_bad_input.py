@@ -307,9 +307,10 @@ PREPARE = {
 EVAL = {
     "no checkpoint named": script("eval.py", "--ckpt"),
     "no such checkpoint": script(
-        "eval.py --ckpt out/none --tasks heldout", "no checkpoint out/none"
+        "eval.py --ckpt out/none --tasks heldout", "no file or directory out/none"
     ),
-    "no checkpoint there": script("eval.py --ckpt data --tasks heldout", "no checkpoint data"),
+    "no checkpoint there": script("eval.py --ckpt data --tasks heldout", "no checkpoint in data"),
+    "no room for results": script("eval.py --ckpt out/run --json out/run", "cannot write out/run"),
     "unknown task": script("eval.py --ckpt out/run --tasks arc_eazy", "did you mean 'arc_easy'?"),
     "unknown mode": script("eval.py --ckpt out/run --modes prefixes", "did you mean 'prefix'?"),
     "no masks": script("eval.py --ckpt out/run --pll 0", "--pll"),

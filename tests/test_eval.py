@@ -857,27 +857,27 @@ def test_other_flags_are_another_evaluation(change, checkpoint, monkeypatch, for
     assert forward_passes["done"] > n_passes
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: b"",
-        lambda content: b"[]",
-        lambda content: b'{"heldout": 3}',
-        lambda content: b'{"heldout": {"ar": [-1.0]}}',
-        lambda content: content.partition(b"\n")[2],
-        lambda content: content[:-50],
-        lambda content: content.replace(b"3", b"4"),
-        lambda content: content + b"\xff",
-    ],
-)
-def test_damaged_scores_are_computed_again(damage, checkpoint, monkeypatch, capsys):
+DAMAGES = {
+    "empty": lambda content: b"",
+    "a list": lambda content: b"[]",
+    "no scores": lambda content: b'{"heldout": 3}',
+    "too few scores": lambda content: b'{"heldout": {"ar": [-1.0]}}',
+    "no checksum": lambda content: content.partition(b"\n")[2],
+    "cut": lambda content: content[:-50],
+    "other numbers": lambda content: content.replace(b"3", b"4"),
+    "not text": lambda content: content + b"\xff",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_scores_are_computed_again(name, checkpoint, monkeypatch, capsys):
     """Whatever has become of the file: not JSON, JSON of another shape, or another number."""
     flags = ["--ckpt", checkpoint, "--tasks", "heldout", "--limit", 3, "--modes", "ar"]
     evaluate(monkeypatch, *flags)
     table = capsys.readouterr().out
     (file,) = checkpoint.glob("eval-*")
     content = file.read_bytes()
-    file.write_bytes(damage(content))
+    file.write_bytes(DAMAGES[name](content))
     evaluate(monkeypatch, *flags)
     output = capsys.readouterr()
     assert output.out == table and "is damaged: scoring again" in output.err
