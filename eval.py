@@ -446,19 +446,19 @@ def best_pll(results, mask_counts):
     return {**results[best], "best": best}
 
 
-def average(results, mode):
-    """Return the mean normalized score over the paper's tasks; heldout counts only if alone."""
+def average(results, *modes):
+    """Return the mean over the paper's tasks of the normalized score, by the best of these modes.
+
+    heldout counts only if it is alone.
+    """
     names = [name for name in results if name in TASKS] or ["heldout"]
-    return float(np.mean([results[name][mode]["normalized"] for name in names]))
+    best = [max(results[name][mode]["normalized"] for mode in modes) for name in names]
+    return float(np.mean(best))
 
 
 def combine_pll(results, mask_counts):
     """Return {"1-n": average} of the better of 1 and n masks: a table of the paper's appendix."""
-    table = {}
-    for n in mask_counts[1:]:
-        better = {name: {"pll": best_pll(modes, (1, n))} for name, modes in results.items()}
-        table[f"1-{n}"] = average(better, "pll")
-    return table
+    return {f"1-{n}": average(results, "pll1", f"pll{n}") for n in mask_counts[1:]}
 
 
 # ---- output --------------------------------------------------------------------------------------
@@ -470,8 +470,12 @@ def with_error(value, error, scale=1, digits=1):
     return text
 
 
-def print_table(lines):
-    """Print lists of cells in columns: the first to the left, the others to the right."""
+def print_table(title, rows):
+    """Print {row: {column: text}}; a cell that is missing stays empty."""
+    columns = list(dict.fromkeys(itertools.chain(*rows.values())))
+    lines = [[title, *columns]]
+    for name, row in rows.items():
+        lines.append([name, *(row.get(column, "") for column in columns)])
     widths = [max(len(cell) for cell in column) for column in zip(*lines)]
     for first, *others in lines:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
@@ -479,49 +483,46 @@ def print_table(lines):
     print()
 
 
-def print_accuracies(results, averages):
-    heading = ["accuracy, %", "n"]
-    for mode in next(iter(results.values())):
-        heading += [mode, "norm."]
-    lines = [heading]
+def print_tasks(results, averages):
+    """Print accuracies, and the paper's normalized scores, in which chance is 0."""
+    accuracies, scores = {}, {}
     for name, by_mode in results.items():
-        first, *_ = by_mode.values()
-        line = [name, str(first["n"])]
-        for result in by_mode.values():
-            line.append(with_error(result["accuracy"], result["stderr"], 100))
-            line.append(f"{100 * result['normalized']:.1f}")
-        lines.append(line)
+        accuracies[name], scores[name] = {}, {}
+        for mode, result in by_mode.items():
+            accuracies[name]["n"] = str(result["n"])
+            accuracies[name][mode] = with_error(result["accuracy"], result["stderr"], 100)
+            scores[name][mode] = f"{100 * result['normalized']:.1f}"
     if averages:
-        n_tasks = len([name for name in results if name in TASKS])
-        line = [f"average of {n_tasks}", ""]
-        for value in averages.values():
-            line += ["", f"{100 * value:.1f}"]
-        lines.append(line)
-    print_table(lines)
+        n_tasks = len(TASKS.keys() & results.keys())
+        row = {mode: f"{100 * value:.1f}" for mode, value in averages.items()}
+        scores[f"average of {n_tasks}"] = row
+    print_table("accuracy, %", accuracies)
+    print_table("normalized, %", scores)
 
 
 def print_likelihoods(results):
-    lines = [["heldout", "nats/token", "minus ar: points", "nats/token"]]
+    """Print the log-likelihoods of heldout, and how each mode differs from ar."""
+    rows = {}
     for mode, result in results.items():
-        nats = with_error(result["nats_per_token"], result["nats_per_token_stderr"], digits=3)
-        line = [mode, nats, "", ""]
+        nats, error = result["nats_per_token"], result["nats_per_token_stderr"]
+        rows[mode] = {"nats/token": with_error(nats, error, digits=3)}
         if "minus_ar" in result:
             minus = result["minus_ar"]
-            line[2] = with_error(minus["accuracy"], minus["stderr"], 100)
-            line[3] = with_error(minus["nats_per_token"], minus["nats_per_token_stderr"], digits=4)
-        lines.append(line)
-    print_table(lines)
+            nats, error = minus["nats_per_token"], minus["nats_per_token_stderr"]
+            rows[mode]["minus ar: points"] = with_error(minus["accuracy"], minus["stderr"], 100)
+            rows[mode]["minus ar: nats/token"] = with_error(nats, error, digits=4)
+    print_table("heldout", rows)
 
 
 def print_report(report):
     results = report["tasks"]
-    print_accuracies(results, report["average"])
+    print_tasks(results, report["average"])
     if "heldout" in results:
         print_likelihoods(results["heldout"])
     combinations = report["combinations"]
     if len(combinations) > 1:
-        scores = [f"{100 * value:.1f}" for value in combinations.values()]
-        print_table([["pll with either of", *combinations], ["average, norm.", *scores]])
+        row = {name: f"{100 * value:.1f}" for name, value in combinations.items()}
+        print_table("pll with either of", {"average, normalized": row})
 
     modes = next(iter(results.values()))
     if "pll" in modes:
