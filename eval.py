@@ -515,6 +515,7 @@ def print_likelihoods(results):
 
 
 def print_report(report):
+    """Print the tables of a report, and what to know about them."""
     results = report["tasks"]
     print_tasks(results, report["average"])
     if "heldout" in results:
@@ -570,7 +571,7 @@ def dump_choice(name, question, choice, log_p):
 def parse_arguments():
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--ckpt", default="", help="a checkpoint, or the directory of a run")
+    add("--ckpt", default="", help="a checkpoint, or the directory of a run: its newest")
     add("--data", default="data/tasks", help="the folder of the tasks (data/tasks)")
     add("--tasks", default="", help=f"some of {','.join(ALL_TASKS)}")
     add("--modes", default="ar,prefix,pll", help=f"some of {','.join(MODES)} (ar,prefix,pll)")
