@@ -34,8 +34,8 @@ def report(kind, error, trace):
         sys.exit(128 + signal.SIGINT)
     if isinstance(error, ImportError) and error.name:
         package = error.name.partition(".")[0]
-        package = {"sklearn": "scikit-learn"}.get(package, package)
-        sys.exit(f"error: {error}: pip install {package}")
+        names = {"sklearn": "scikit-learn", "backports": "backports.zstd"}
+        sys.exit(f"error: {error}: pip install {names.get(package, package)}")
     if isinstance(error, BrokenPipeError):  # such as of `sweep.py table | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to come
         sys.exit(1)

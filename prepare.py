@@ -1,19 +1,25 @@
 """
-Turn text into a prepared folder: drop duplicates, hold out a share, train a tokenizer, encode.
+Turn text into a prepared folder: hold out a part, train a tokenizer, encode.
 
     python prepare.py                                   # Python's own documentation -> data/pydocs
-    python prepare.py --input mine.txt --out data/mine
+    python prepare.py --input mine.txt notes/ --out data/mine
+    python prepare.py --input 'train/*' --val 'dev/*' --out data/mine
     python prepare.py --input mine.txt --out data/mine --tokenizer SmolLM2/tokenizer.json
     python prepare.py --input 'hplt/*.jsonl.zst' --out data/hplt --vocab_size 51200
     python prepare.py --tasks                           # the evaluation sets -> data/tasks
 
-Inputs are .jsonl, .jsonl.gz or .jsonl.zst (the field `text` of each line is a document), .txt (cut
-at blank lines into documents of about 64 KiB, or 1/100 of a small input), or - (JSON lines on
-standard input). The text is never held as a whole: it is read in passes (hash, learn, encode), and
-memory grows by 64 bytes a document at most.
+Inputs are files, folders (every file in them that is not hidden), globs, or - for standard input.
+A file may be packed (.gz, .zst). In JSON lines (.jsonl, .json, .ndjson) the field `text` of each
+line is a document. Any other file is plain UTF-8 text, which is cut at blank lines or line ends
+into documents of about 2 KiB. Standard input is JSON lines if it begins with {.
+
+Held out are the files that --val names. Without --val, a share of the text is: JSON documents by
+their hash, so that each stays on its side when the corpus grows, and the end of every plain text.
+
+The text is never held as a whole: it is read in passes (hash, learn, encode), and memory grows by
+64 bytes a document at most.
 """
 
-import argparse
 import ast
 import glob
 import gzip
@@ -24,8 +30,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
-import zlib
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,6 +46,7 @@ import tiktoken
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
+from configurator import make_parser
 from data import FILES, FORMAT_VERSION, fingerprint, token_dtype
 from tokenizer import (
     SPECIAL_TOKENS,
@@ -52,10 +57,36 @@ from tokenizer import (
     train_tokenizer,
 )
 
-FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+
+# How to make text of a file that is something else.
+PANDAS = (
+    "in Python, pandas.read_{0}('{1}').to_json('{1}.jsonl', orient='records', lines=True), "
+    "with the text in a column named text"
+)
+CONVERSIONS = {
+    ".csv": PANDAS,
+    ".parquet": PANDAS,
+    ".docx": "pandoc {1} -o {1}.txt",
+    ".pdf": "pdftotext {1}",
+    ".zip": "unzip {1} -d FOLDER, then --input FOLDER",
+}
+
+# A document of plain text has at least so many characters, and seldom more than twice as many.
+PIECE = 2**11
 
 # GPT-2's splitting pattern, as ByteLevel has it. The group is for speed: nothing in it looks ahead.
 PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
+
+# The README's table: up to so many bytes of training text, how many ids, which config.
+ROWS = [
+    (5e6, 1024, "demo"),
+    (3e7, 4096, "mini"),
+    (3e8, 16384, "small"),
+    (float("inf"), 51200, "large"),
+]
+EMBEDDED = Path("data/pydocs")
+WINDOW = 256  # tokens in a window of config/demo.py, the shortest
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -84,161 +115,194 @@ def embedded_corpus():
     return [text for text in texts if text]
 
 
-def unpack_zstd(chunks):
-    """Unpack the chunks of a .zst file, and raise EOFError if the file was cut short.
-
-    The reader that comes with zstandard would take a truncated file for a complete one.
-    """
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-    frame = None
-    for packed in chunks:
-        while packed:
-            frame = frame or decompressor.decompressobj()
-            try:
-                yield frame.decompress(packed)
-            except zstandard.ZstdError as error:
-                raise OSError(error) from error
-            packed = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame:
-        raise EOFError("it ends in the middle of a frame")
-
-
-def read_lines(path):
-    """Yield the lines of a file; a line of more than 256 MiB comes in pieces."""
-    open_file = gzip.open if path.endswith(".gz") else open
-    with open_file(path, "rb") as file:
-        # 1 KiB at a time: a .zst may unpack to 30,000 times its size.
-        chunks = iter(partial(file.read, 2**10), b"")
-        if path.endswith(".zst"):
-            chunks = unpack_zstd(chunks)
-
-        line = bytearray()
-        for chunk in chunks:
-            for part in chunk.splitlines(keepends=True):
-                line += part
-                if line.endswith(b"\n") or len(line) >= 2**28:
-                    yield bytes(line)
-                    line.clear()
-        yield bytes(line)
-
-
-def cut_text(path, size):
-    """Yield pieces of `size` characters, each continued to the next blank line.
-
-    If there is none within 64 lines, or another `size` characters, the piece ends there.
-    """
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
-        while piece := file.read(size):
-            for _ in range(64):
-                line = file.readline(2**10)
-                if not line.strip():
-                    break
-                piece += line
-                if len(piece) >= 2 * size:
-                    break
-            yield piece
-
-
-def parse(raw, is_json):
-    """Return the text of a line of JSON (its field `text`) or a piece of .txt; and its problem."""
+def import_zstd():
+    """Return the module that unpacks .zst files: Python's own from 3.14 on, a package before."""
     try:
-        text = json.loads(raw)["text"] if is_json else raw
-        text.encode()  # refuses what is no string, and bytes that are not UTF-8
+        from compression import zstd
+    except ImportError:
+        from backports import zstd
+    return zstd
+
+
+def open_text(path):
+    """Open a file to read its text: unpacked, CR LF as LF, without a byte order mark.
+
+    A byte that is not UTF-8 becomes a lone surrogate, which no text can have.
+    """
+    open_file = open
+    if path.endswith(".gz"):
+        open_file = gzip.open
+    elif path.endswith(".zst"):
+        zstd = import_zstd()
+        options = {zstd.DecompressionParameter.window_log_max: 31}
+        open_file = partial(zstd.open, options=options)
+    return open_file(path, "rt", encoding="utf-8-sig", errors="surrogateescape")
+
+
+def get_ending(path):
+    """Return the ending of a file's name; of x.jsonl.gz, .jsonl."""
+    unpacked = path.removesuffix(".gz").removesuffix(".zst")
+    return os.path.splitext(unpacked)[1].lower()
+
+
+def cut_text(file):
+    """Yield the pieces of a plain text, each of them a document; together they are all of it.
+
+    A piece ends at the first blank line after PIECE characters, or else at the first line end
+    after twice as many. Only a line that is longer than any paragraph is cut.
+    """
+    piece = ""
+    while line := file.readline(16 * PIECE):
+        piece += line
+        wanted = PIECE if line.isspace() else 2 * PIECE
+        if len(piece) >= wanted:
+            yield piece
+            piece = ""
+    yield piece
+
+
+def read_pieces(path):
+    """Yield the lines of a file of JSON lines, or the pieces of a plain text."""
+    with open_text(path) as file:
+        pieces = cut_text(file)
+        if get_ending(path) in JSON_LINES:
+            # A line that never ends comes in parts, so that it does not fill the memory.
+            pieces = iter(partial(file.readline, 2**28), "")
+        try:
+            yield from pieces
+        except Exception as error:  # the disk, gzip, zlib and zstd have errors of their own
+            die(f"cannot read {path}: {error}")
+
+
+def parse(piece, is_json):
+    """Return the text of a document, and what is wrong with it: "" if nothing is."""
+    if "\0" in piece:
+        return "", "has a NUL byte: leave out what is not text"
+    try:
+        text = json.loads(piece)["text"] if is_json else piece
+        text.encode()  # refuses what is not a string, and lone surrogates
     except UnicodeError:
-        return "", "is not UTF-8; convert it, for example: iconv -f latin1 -t utf-8"
-    except (LookupError, TypeError, AttributeError):
-        return "", 'has no text in a field named "text"'
-    except (ValueError, RecursionError):
-        return "", "is not a line of JSON"
+        return "", "is not UTF-8: convert the file from the encoding that it was saved in"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return "", 'is not a line of JSON with a "text"'
     return text, ""
 
 
 def read_documents(paths):
-    """Yield the text of every document, in order, and what is wrong with it, "" if nothing is.
-
-    A .txt file is cut into pieces of 65,536 characters or, if all input is small, into about 100.
-    """
-    input_size = sum(os.path.getsize(path) for path in paths)
-    piece_size = min(max(input_size // 100, 2**10), 2**16)
-    for path in paths:
-        is_json = not path.endswith(".txt")
-        pieces = filter(bytes.strip, read_lines(path)) if is_json else cut_text(path, piece_size)
-        try:
-            for number, piece in enumerate(pieces, start=1):
+    """Yield for every document the number of its file, its text, and what is wrong with it."""
+    for i, path in enumerate(paths):
+        is_json = get_ending(path) in JSON_LINES
+        line = 1
+        for piece in read_pieces(path):
+            if piece.strip():
                 text, problem = parse(piece, is_json)
-                if problem:
-                    problem = f"document {number} of {path} {problem}"
-                yield text, problem
-        except (OSError, EOFError, zlib.error) as error:
-            die(f"cannot read {path}: {error}")
+                yield i, text, problem and f"{path}, line {line}, {problem}"
+            line += piece.count("\n")
 
 
 def read_texts(paths, wanted, title):
     """Yield the texts of the documents that the boolean array `wanted` marks."""
     documents = tqdm(read_documents(paths), title, len(wanted), disable=None)
-    for is_wanted, (text, _) in zip(wanted, documents):
+    for is_wanted, (_, text, _) in zip(wanted, documents):
         if is_wanted:
             yield text
 
 
 # ---- choosing ------------------------------------------------------------------------------------
 def hash_documents(paths):
-    """Return each document's hash (0: blank or malformed) and size, and how many are malformed."""
-    hashes = array("Q")
-    sizes = array("q")
+    """Return the hash (0: no text) and the size of every document, and how many each file has.
+
+    Say how many are malformed; refuse more than 1% of them.
+    """
+    hashes, sizes, files = array("Q"), array("q"), array("I")
     problems = 0
     first_problem = ""
-    for text, problem in tqdm(read_documents(paths), "hash", disable=None):
+    for file, text, problem in tqdm(read_documents(paths), "hash", disable=None):
         content = text.encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little") if text.strip() else 0)
         sizes.append(len(content))
+        files.append(file)
         if problem:
             problems += 1
             first_problem = first_problem or problem
 
+    message = f"{problems:,} of {len(hashes):,} documents are malformed, the first: {first_problem}"
     if problems > len(hashes) / 100:
-        die(f"{problems:,} of {len(hashes):,} documents cannot be used: {first_problem}")
-    return np.asarray(hashes), np.asarray(sizes), problems
+        die(message)
+    if problems:
+        print(message)
+    counts = np.bincount(files, minlength=len(paths))
+    return np.asarray(hashes), np.asarray(sizes), counts
 
 
-def choose_split(hashes, sizes, val_fraction):
-    """Return two boolean arrays: which documents to keep, and which of those to hold out.
+def hold_out(paths, hashes, sizes, counts, val_fraction):
+    """Return which documents to hold out if the user names none, by one rule for each kind of file.
 
-    The first of equal documents is kept. Those with small hashes are held out, so a document stays
-    on its side when the corpus grows. In a small corpus chance may be far off the share of text
-    that was asked for: there, documents are held out one by one until the share is reached.
+    Of JSON documents, those with small hashes. Of a plain text, the last pieces: as many as bring
+    the share of all plain text so far closest to val_fraction. So a book gives its end, and of many
+    short notes every tenth is held out.
     """
-    unique, order = np.unique(hashes, return_index=True)
-    order = order[unique > 0]  # the first of equal documents, in the order of their hashes
-    if len(order) < 2:
-        die(
-            f"distinct documents with text: {len(order)}; with one held out, none is left to train "
-            'on; give more text, or one document a line, {"text": "..."}, in a .jsonl file'
-        )
-    keep = np.zeros(len(hashes), bool)
-    keep[order] = True
-    val = keep & (hashes <= val_fraction * 2.0**64)
+    val = np.zeros(len(hashes), bool)
+    total = held_out = 0  # bytes of plain text
+    end = 0
+    for path, count in zip(paths, counts):
+        start, end = end, end + count
+        if get_ending(path) in JSON_LINES:
+            val[start:end] = hashes[start:end] <= val_fraction * 2.0**64
+            continue
+        total += sizes[start:end].sum()
+        for i in reversed(range(start, end)):
+            if held_out + sizes[i] / 2 > val_fraction * total:
+                break
+            val[i] = True
+            held_out += sizes[i]
+    return val
 
-    wanted = val_fraction * sizes[keep].sum()  # bytes
-    is_near = wanted / 2 <= sizes[val].sum() <= 2 * wanted
-    if not is_near or val.sum() in (0, len(order)):
-        val[:] = False
-        held_out = 0
-        for document in order[:-1]:  # the last one is left to train on
-            if held_out < wanted and held_out + sizes[document] <= 2 * wanted:
-                val[document] = True
-                held_out += sizes[document]
-        if not val.any():
-            val[order[0]] = True
-    return keep, val
+
+def choose_split(paths, hashes, sizes, counts, n_val_files, val_fraction):
+    """Return two boolean arrays: which documents to train on, and which to hold out.
+
+    Of equal documents only the first is kept, so that none is on both sides; what --val names comes
+    first. This goes for plain text too: pieces of that size are equal only if they are copies.
+    """
+    keep = np.zeros(len(hashes), bool)
+    _, first = np.unique(hashes, return_index=True)
+    keep[first] = True
+    keep &= hashes > 0
+
+    if n_val_files:
+        val = keep.copy()
+        val[counts[:n_val_files].sum() :] = False
+    else:
+        val = keep & hold_out(paths, hashes, sizes, counts, val_fraction)
+        if val.sum() in (0, keep.sum()):  # there is little text: hold out the last document
+            val = keep & (np.cumsum(keep) == keep.sum())
+    train = keep & ~val
+    if not train.any() or not val.any():
+        die(
+            f"documents to train on: {train.sum()}, held out: {val.sum()}; give more text "
+            f"(plain text is cut at line ends into documents of about {PIECE:,} characters)"
+        )
+    return train, val
 
 
 # ---- encoding ------------------------------------------------------------------------------------
+def make_coder(tokenizer):
+    """Return the tiktoken encoder that is equal to one of our tokenizers."""
+    # BPE spells a byte as a character: itself if that is visible, else the next one from 256 on.
+    visible = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    byte_of = dict(zip(sorted(ByteLevel.alphabet()), visible + hidden))
+    ranks = {}
+    for token, rank in tokenizer.get_vocab().items():
+        if token not in SPECIAL_TOKENS:
+            ranks[bytes(byte_of[character] for character in token)] = rank
+    # Without a special token, tiktoken would look for the empty string at every character.
+    unused = {"<unk>": 0}
+    return tiktoken.Encoding("ours", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=unused)
+
+
 def has_long_run(text, limit=2**13):
     """Say whether a block of `limit` characters is all white space, or all one word.
 
@@ -250,33 +314,15 @@ def has_long_run(text, limit=2**13):
 
 def make_encoder(tokenizer, dtype):
     """Return a function from a list of texts to a list of their tokens; it uses all cores."""
-
-    def encode_slowly(texts):
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype) for encoding in encodings]
-
-    if not is_ours(tokenizer):
-        return encode_slowly
-
-    # BPE spells a byte as a character: itself if that is visible, else the next one from 256 on.
-    visible = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    byte_of = dict(zip(sorted(ByteLevel.alphabet()), visible + hidden))
-    ranks = {}
-    for token, rank in tokenizer.get_vocab().items():
-        if token not in SPECIAL_TOKENS:
-            ranks[bytes(byte_of[character] for character in token)] = rank
-
-    # Without a special token, tiktoken would look for the empty string at every character.
-    unused = {"<unk>": 0}
-    coder = tiktoken.Encoding("ours", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=unused)
-    pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: tiktoken releases Python's lock
+    coder = make_coder(tokenizer) if is_ours(tokenizer) else None
+    pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: both release Python's lock
 
     def encode_text(text):
         # tiktoken gives up on a million spaces; old versions are slow on endless words.
-        if has_long_run(text):
-            return encode_slowly([text])[0]
-        return coder.encode_to_numpy(text, disallowed_special=()).astype(dtype)
+        if coder and not has_long_run(text):
+            return coder.encode_to_numpy(text, disallowed_special=()).astype(dtype)
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype)
 
     def encode(texts):
         return list(pool.map(encode_text, texts))
@@ -294,63 +340,46 @@ def take(texts, size):
             break
 
 
-def encode_corpus(texts, val, encode, bos, folder):
-    """Write train.bin and val.bin; return how many tokens each document has, with its `bos`.
+def write_split(folder, split, texts, encode, bos):
+    """Encode texts and write the .bin and the .idx file of a split; return what they hold.
 
     `texts` is an iterator, and is read batch by batch.
     """
-    lengths = np.zeros(len(val), np.uint64)
-    document = 0
-    with open(folder / "train.bin", "wb") as train_file, open(folder / "val.bin", "wb") as val_file:
+    count = {"documents": 0, "bytes": 0, "words": 0, "tokens": 0}
+    with (
+        open(folder / f"{split}.bin", "wb") as bin_file,
+        open(folder / f"{split}.idx", "wb") as idx_file,
+    ):
         # At most 1,024 documents and about 4 MB at a time: memory does not grow with the text.
         while batch := list(islice(take(texts, 2**22), 2**10)):
-            for tokens in encode(batch):
-                tokens = np.append(tokens.dtype.type(bos), tokens)
-                file = val_file if val[document] else train_file
-                file.write(tokens)
-                lengths[document] = len(tokens)
-                document += 1
-    return lengths
-
-
-def write_meta(folder, source, vocab_size, val, sizes, lengths):
-    """Write where the documents start, and meta.json: the counts, and a hash of every file."""
-    meta = {"version": FORMAT_VERSION, "source": source, "vocab_size": vocab_size}
-    for split, part in (("train", ~val), ("val", val)):
-        starts = np.cumsum(np.append(np.uint64(0), lengths[part]))
-        starts.tofile(folder / f"{split}.idx")
-        counts = {
-            "documents": part.sum(),
-            "tokens": lengths[part].sum(),
-            "bytes": sizes[part].sum(),
-        }
-        meta[split] = {name: int(count) for name, count in counts.items()}
-    meta["files"] = {name: fingerprint(folder / name) for name in FILES}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    return meta
+            for text, tokens in zip(batch, encode(batch)):
+                bin_file.write(np.append(tokens.dtype.type(bos), tokens))
+                idx_file.write(np.uint64(count["tokens"]))
+                count["documents"] += 1
+                count["tokens"] += 1 + len(tokens)
+                count["bytes"] += len(text.encode())
+                count["words"] += len(text.split())
+        idx_file.write(np.uint64(count["tokens"]))
+    return count
 
 
 # ---- the script ----------------------------------------------------------------------------------
-def prepare(paths, source, folder, args):
+def prepare(paths, n_val_files, folder, args):
     """Write the files of a prepared folder, and say what is in them; return meta.json."""
     if args.tokenizer:  # before the long passes, since it may be unusable
         tokenizer_json = read_tokenizer(args.tokenizer)
 
-    # First pass: which documents to keep, and which to hold out?
-    hashes, sizes, malformed = hash_documents(paths)
-    keep, val = choose_split(hashes, sizes, args.val_fraction)
-    train = keep & ~val
-    dropped = len(keep) - keep.sum() - malformed
-    print(
-        f"{keep.sum():,} documents, {val.sum():,} of them held out "
-        f"({sizes[val].sum() / sizes[keep].sum():.1%} of the text); "
-        f"dropped {malformed:,} malformed, {dropped:,} duplicate or empty"
-    )
+    # First pass: which documents to train on, and which to hold out?
+    hashes, sizes, counts = hash_documents(paths)
+    train, val = choose_split(paths, hashes, sizes, counts, n_val_files, args.val_fraction)
+    n_dropped = len(hashes) - train.sum() - val.sum()
+    print(f"documents: {len(hashes):,}; dropped as duplicate, empty or malformed: {n_dropped:,}")
 
     # Second pass: learn the tokenizer from the first 256 MiB of the training documents.
     if not args.tokenizer:
         texts = read_texts(paths, train, "learn")
-        tokenizer_json = train_tokenizer(take(texts, 2**28), args.vocab_size)
+        _, suitable, _ = choose_row(sizes[train].sum())
+        tokenizer_json = train_tokenizer(take(texts, 2**28), args.vocab_size or suitable)
     (folder / "tokenizer.json").write_bytes(tokenizer_json.encode())
 
     # Compare the two encoders on the first 512 KiB.
@@ -362,53 +391,63 @@ def prepare(paths, source, folder, args):
             die(f"tiktoken and tokenizers disagree on {text[:80]!r}: upgrade both, or report this")
 
     # Third pass: encode.
-    start = time.perf_counter()
-    texts = read_texts(paths, keep, "encode")
     bos = find_special_ids(tokenizer_json).bos
-    lengths = encode_corpus(texts, val[keep], encode, bos, folder)
-    speed = sizes[keep].sum() / (time.perf_counter() - start)
-    meta = write_meta(folder, source, vocab_size, val[keep], sizes[keep], lengths)
-    print(
-        f"{lengths.sum():,} tokens, {sizes[keep].sum() / lengths.sum():.2f} bytes/token, "
-        f"{speed / 1e6:.1f} MB/s; train.bin has hash {meta['files']['train.bin'][1]}"
-    )
+    print(f"tokenizer: {vocab_size:,} ids")
+    source = {"input": args.input or f"Python {sys.version}", "val": args.val}
+    meta = {"version": FORMAT_VERSION, "source": source, "vocab_size": vocab_size}
+    for split, part in (("train", train), ("val", val)):
+        texts = read_texts(paths, part, f"encode {split}")
+        meta[split] = write_split(folder, split, texts, encode, bos)
+        print(f"{split}:", ", ".join(f"{n:,} {unit}" for unit, n in meta[split].items()))
+        if meta[split]["tokens"] <= WINDOW:
+            print(
+                f"warning: {split} is shorter than a window of {WINDOW} tokens: give more text, "
+                "or change what is held out (--val, --val_fraction)"
+            )
+    meta["files"] = {name: fingerprint(folder / name) for name in FILES}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
     return meta
 
 
-def next_command(out):
-    """Return the command that trains the demo on a prepared folder."""
-    command = ["python", "train.py", "config/demo.py"]
-    if Path(out) != Path("data/pydocs"):
-        command += [f"--data_dir={out}", f"--out_dir={Path('out', Path(out).name)}"]
-    return shlex.join(command)
+def choose_row(n_bytes):
+    """Return the row of ROWS that suits so much training text."""
+    return next(row for row in ROWS if n_bytes <= row[0])
+
+
+def next_command(out, n_bytes):
+    """Return the command that trains on a prepared folder with so much training text."""
+    _, _, config = choose_row(n_bytes)
+    command = f"python train.py config/{config}.py"
+    if out != EMBEDDED:
+        flags = [f"--data_dir={out}", f"--out_dir={Path('out', out.name)}"]
+        command += " " + shlex.join(flags)
+    if config != "demo":
+        command += "  # for a GPU; on a CPU: config/demo.py"
+    return command
 
 
 def parse_arguments():
     """Return the flags; refuse what is wrong before any file is read."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--input", nargs="+", default=[], metavar="FILE", help="files or globs of text, or -")
-    add("--out", metavar="FOLDER", help="where to write (data/pydocs; with --tasks, data/tasks)")
-    add("--vocab_size", type=int, help="tokens of the tokenizer to be trained (1024)")
-    add("--tokenizer", metavar="FILE", help="use this Hugging Face tokenizer.json, train none")
-    add("--val_fraction", type=float, default=0.1, help="share of the text to hold out (0.1)")
-    add("--tasks", action="store_true", help="download the evaluation sets; needs no text")
+    parser = make_parser(__doc__)
+    parser.add_argument("--input", nargs="+", default=[], metavar="FILE", help="the text")
+    parser.add_argument("--out", metavar="FOLDER", help="the prepared folder (data/pydocs)")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--val", nargs="+", default=[], metavar="FILE", help="text to hold out")
+    group.add_argument("--val_fraction", type=float, default=0.1, help="or its share (0.1)")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--vocab_size", type=int, help="ids of a new tokenizer (by size of text)")
+    group.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json to use")
+    parser.add_argument("--tasks", action="store_true", help="download the evaluation sets")
     args = parser.parse_args()
 
-    if args.tasks and (args.input or args.tokenizer):
+    if args.tasks and (args.input or args.val or args.tokenizer):
         die("--tasks goes with --out alone")
     if args.input and not args.out:
         die("--input needs --out data/NAME")
-    if args.tokenizer and args.vocab_size is not None:
-        die("--vocab_size is for a new tokenizer: with --tokenizer, leave it out")
-    if args.vocab_size is None:
-        args.vocab_size = 1024
+    if args.val and not args.input:
+        die("--val needs --input: the text to train on")
     smallest = len(SPECIAL_TOKENS) + 256
-    if not smallest <= args.vocab_size <= 65535:
+    if args.vocab_size is not None and not smallest <= args.vocab_size <= 65535:
         die(f"--vocab_size must be from {smallest} to 65535")
     if not 0 <= args.val_fraction < 1:
         die("--val_fraction must be a share from 0 (one document) to less than 1")
@@ -416,14 +455,35 @@ def parse_arguments():
 
 
 def find_files(patterns):
-    """Return the files that match the globs, sorted within each."""
-    paths = []
+    """Return the files that paths, folders and globs name, each once: {real path: path}."""
+    files = {}
     for pattern in patterns:
-        paths += sorted(glob.glob(pattern, recursive=True)) or [pattern]
-    for path in paths:
-        if path != "-" and not (os.path.isfile(path) and path.endswith(FORMATS)):
-            die(f"no such file, or none of {' '.join(FORMATS)}: {path}")
-    return paths
+        inside = os.path.join(glob.escape(pattern), "**") if os.path.isdir(pattern) else pattern
+        found = [pattern]
+        if pattern != "-" and not os.path.isfile(pattern):
+            found = list(filter(os.path.isfile, sorted(glob.glob(inside, recursive=True))))
+        if not found:
+            what = (
+                "no files (hidden ones do not count) in" if inside != pattern else "no such file:"
+            )
+            die(f"{what} {pattern}")
+        for path in found:
+            ending = get_ending(path)
+            if ending in CONVERSIONS:
+                how = CONVERSIONS[ending].format(ending[1:], path)
+                die(f"{path} is not plain text: leave it out, or convert it: {how}")
+            files[os.path.realpath(path)] = path
+    return files
+
+
+def save_standard_input(folder):
+    """Copy standard input to a file, which can be read in passes; return its path."""
+    stdin = sys.stdin.buffer
+    begins_json = stdin.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+    path = folder / ("stdin.jsonl" if begins_json else "stdin.txt")
+    with open(path, "wb") as file:
+        shutil.copyfileobj(stdin, file)
+    return str(path)
 
 
 def main():
@@ -434,25 +494,27 @@ def main():
         download_tasks(Path(args.out or "data/tasks"))
         return
 
-    paths = find_files(args.input)
-    out = Path(args.out or "data/pydocs")
+    val_files, input_files = find_files(args.val), find_files(args.input)
+    paths = list({**val_files, **input_files}.values())  # a file of both is held out
+    out = Path(args.out or EMBEDDED)
+    if out.is_file():
+        die(f"--out {out} is a file: name a folder")
+    if (out / "meta.json").exists():
+        print(f"{out} holds a prepared text, which is replaced")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         folder = Path(folder)
-        spool = folder / "stdin.jsonl"  # what is not a file becomes one, to be read in passes
-        if not paths:
+        if not args.input:
             lines = [json.dumps({"text": text}) + "\n" for text in embedded_corpus()]
-            spool.write_text("".join(lines))
-            paths = [str(spool)]
+            paths = [str(folder / "python.jsonl")]
+            Path(paths[0]).write_text("".join(lines))
         if "-" in paths:
-            with open(spool, "wb") as file:
-                shutil.copyfileobj(sys.stdin.buffer, file)
-            paths = [str(spool) if path == "-" else path for path in paths]
+            paths[paths.index("-")] = save_standard_input(folder)
 
-        prepare(paths, args.input or f"Python {sys.version}", folder, args)
+        meta = prepare(paths, len(val_files), folder, args)
         for name in (*FILES, "meta.json"):  # meta.json last: it has the hashes of the others
             os.replace(folder / name, out / name)
-    print(f"{out} is ready. Next: {next_command(out)}")
+    print(f"{out} is ready. Next: {next_command(out, meta['train']['bytes'])}")
 
 
 if __name__ == "__main__":

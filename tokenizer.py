@@ -29,12 +29,12 @@ class SpecialIds(NamedTuple):
 def find_special_ids(tokenizer_json):
     """Return the special ids of a tokenizer, given the text of its tokenizer.json."""
     ids = {}
-    for token in json.loads(tokenizer_json)["added_tokens"]:
+    for token in json.loads(tokenizer_json).get("added_tokens", []):
         if token["special"]:
             ids[token["content"]] = token["id"]
     names = [name for name in BOS_NAMES if name in ids]
     if not names or "<mask>" not in ids:
-        raise ValueError(f"the tokenizer has no <mask>, or none of {', '.join(BOS_NAMES)}")
+        raise ValueError(f"no <mask> among its special tokens, or none of {', '.join(BOS_NAMES)}")
     return SpecialIds(ids[names[0]], ids["<mask>"], tuple(sorted(ids.values())))
 
 
@@ -58,28 +58,15 @@ def parse_tokenizer(tokenizer_json):
 
 def with_mask_token(tokenizer_json):
     """Return the tokenizer.json with a special token <mask>; if it had none, with the next id."""
-    config = json.loads(tokenizer_json)
-    if any(token["content"] == "<mask>" for token in config["added_tokens"]):
+    tokenizer = parse_tokenizer(tokenizer_json)
+    if any(token.content == "<mask>" for token in tokenizer.get_added_tokens_decoder().values()):
         return tokenizer_json
-
-    vocab = parse_tokenizer(tokenizer_json).get_vocab()
-    mask = vocab.get("<mask>", 1 + max(vocab.values()))
-    token = {
-        "id": mask,
-        "content": "<mask>",
-        "special": True,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-    }
-    config["added_tokens"].append(token)
-    tokenizer_json = json.dumps(config, ensure_ascii=False, indent=2)
-
+    vocab = tokenizer.get_vocab()
+    tokenizer.add_special_tokens(["<mask>"])
     # `tokenizers` counts the tokens to find a new id: wrong if some ids are unused.
-    if parse_tokenizer(tokenizer_json).token_to_id("<mask>") != mask:
+    if tokenizer.token_to_id("<mask>") != vocab.get("<mask>", 1 + max(vocab.values())):
         raise ValueError("some of its ids are unused, so that no <mask> can be added")
-    return tokenizer_json
+    return tokenizer.to_str(pretty=True)
 
 
 def read_tokenizer(path):
