@@ -80,9 +80,9 @@ PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+
 
 # The README's table: up to so many bytes of training text, how many ids, which config.
 ROWS = [
-    (5e6, 1024, "demo"),
-    (3e7, 4096, "mini"),
-    (3e8, 16384, "small"),
+    (8e6, 1024, "demo"),
+    (4e7, 4096, "mini"),
+    (5e8, 8192, "small"),
     (float("inf"), 51200, "large"),
 ]
 EMBEDDED = Path("data/pydocs")
@@ -239,9 +239,9 @@ def hash_documents(paths):
 def hold_out(paths, hashes, sizes, counts, val_fraction):
     """Return which documents to hold out if the user names none, by one rule for each kind of file.
 
-    Of JSON documents, those with small hashes. Of a plain text, the last pieces: as many as bring
-    the share of all plain text so far closest to val_fraction. So a book gives its end, and of many
-    short notes every tenth is held out.
+    Of JSON documents, those with small hashes. Of each plain text, the last pieces, until the share
+    of all plain text so far is reached. So a book gives its end, and of short notes about every
+    tenth is held out.
     """
     val = np.zeros(len(hashes), bool)
     total = held_out = 0  # bytes of plain text
@@ -253,7 +253,7 @@ def hold_out(paths, hashes, sizes, counts, val_fraction):
             continue
         total += sizes[start:end].sum()
         for i in reversed(range(start, end)):
-            if held_out + sizes[i] / 2 > val_fraction * total:
+            if held_out >= val_fraction * total:
                 break
             val[i] = True
             held_out += sizes[i]

@@ -19,6 +19,7 @@ import tarfile
 import warnings
 import zipfile
 from fractions import Fraction
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -159,11 +160,11 @@ def read_batches(folder, s):
 
 
 def corpora(folder):
-    """Read text: .txt, or JSON lines, plain or packed."""
-    import zstandard
-
-    pack = {".txt": bytes, ".jsonl": bytes, ".jsonl.gz": gzip.compress}
-    pack[".jsonl.zst"] = zstandard.ZstdCompressor(write_checksum=True).compress
+    """Read text: plain, or JSON lines, or packed."""
+    zstd = prepare.import_zstd()
+    checksum = {zstd.CompressionParameter.checksum_flag: True}
+    pack = {".txt": bytes, ".md.gz": gzip.compress, ".jsonl": bytes, ".jsonl.gz": gzip.compress}
+    pack[".jsonl.zst"] = partial(zstd.compress, options=checksum)
     texts = prose(30)
     lines = [{"text": text, "id": i, "meta": [1, 2.5, None]} for i, text in enumerate(texts)]
 
@@ -177,7 +178,7 @@ def corpora(folder):
         content = pack[kind](b"\n".join(to_json(record) for record in records))
         path = folder / f"bad{kind}"
         path.write_bytes(damage(content, rng))
-        found = [text for text, _ in prepare.read_documents([str(path)])]
+        found = [text for _, text, _ in prepare.read_documents([str(path)])]
         prepare.hash_documents([str(path)])
         # A packed file has checksums, but they do not cover a name, or what is not a member.
         if kind in (".jsonl.gz", ".jsonl.zst") and records is lines:

@@ -276,18 +276,24 @@ FULL_DISKS = {
 }
 
 PREPARE = {
-    "no such file": script("prepare.py --input no.jsonl --out data/x", "no such file, or none of"),
+    "no such file": script("prepare.py --input no.jsonl --out data/x", "no such file: no.jsonl"),
+    "no such held-out file": script(
+        "prepare.py --input a.txt --val no.txt --out x",
+        "no such file: no.txt",
+        write("a.txt", b"a"),
+    ),
+    "two shares": script(
+        "prepare.py --input a.txt --val a.txt --val_fraction 0.1 --out x", "not allowed with"
+    ),
     "no folder named": script("prepare.py --input a.txt", "--out", write("a.txt", b"a")),
     "unknown format": script(
-        "prepare.py --input a.pdf --out data/x", ": a.pdf", write("a.pdf", b"a")
+        "prepare.py --input a.pdf --out data/x", "pdftotext a.pdf", write("a.pdf", b"a")
     ),
     "vocabulary": script("prepare.py --vocab_size 100", "--vocab_size must be from 272 to 65535"),
     "all held out": script("prepare.py --val_fraction 1", "--val_fraction"),
-    "empty": script(
-        "prepare.py --input a.jsonl --out x", "none is left to train on", write("a.jsonl", b"")
-    ),
+    "empty": script("prepare.py --input a.jsonl --out x", "give more text", write("a.jsonl", b"")),
     "one document": script(
-        "prepare.py --input a.txt --out x", "none is left to train on", write("a.txt", b"a")
+        "prepare.py --input a.txt --out x", "give more text", write("a.txt", b"a")
     ),
     "malformed": script(
         "prepare.py --input a.jsonl --out x",
@@ -300,7 +306,7 @@ PREPARE = {
         write("a.jsonl.gz", b"a"),
     ),
     "a file in the way": script(
-        "prepare.py --input a.txt --out a.txt", "a.txt", write("a.txt", b"a")
+        "prepare.py --input a.txt --out a.txt", "a.txt is a file", write("a.txt", b"a")
     ),
 }
 

@@ -13,14 +13,16 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import types
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
-import zstandard
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -28,7 +30,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import data
 import prepare
 from configurator import fill_in, make_settings, read_settings
-from conftest import ROOT, prose
+from conftest import ROOT, prose, read_records, run
+from model import Block
 from tokenizer import SPECIAL_TOKENS, find_special_ids, with_mask_token
 
 SCRIPT = os.path.join(ROOT, "prepare.py")
@@ -53,7 +56,8 @@ def jsonl(texts):
 
 
 def zstd(content):
-    return zstandard.ZstdCompressor(write_checksum=True).compress(content)
+    module = prepare.import_zstd()
+    return module.compress(content, options={module.CompressionParameter.checksum_flag: True})
 
 
 def contents(folder):
@@ -108,9 +112,10 @@ def plain(tmp_path_factory, texts):
 
 
 # ---- what is written -----------------------------------------------------------------------------
-def test_all_formats_give_the_same_files(tmp_path, plain, texts):
-    """Several gzip members or zstd frames, foreign line ends, blank lines, byte order marks."""
-    (tmp_path / "a.jsonl").write_bytes(jsonl(texts[:50]).replace(b"\n", b"\r\n\n"))
+def test_all_kinds_of_json_lines_give_the_same_files(tmp_path, plain, texts):
+    """Several gzip members or zstd frames, foreign line ends, blank lines, a byte order mark."""
+    lines = jsonl(texts[:50]).replace(b"\n", b"\r\n\n")
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)
 
     lines = jsonl(texts[50:100])
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines[:1000]) + gzip.compress(lines[1000:]))
@@ -119,11 +124,10 @@ def test_all_formats_give_the_same_files(tmp_path, plain, texts):
     skippable_frame = bytes.fromhex("502a4d18 03000000 616263")
     (tmp_path / "c.jsonl.zst").write_bytes(zstd(lines[:777]) + skippable_frame + zstd(lines[777:]))
 
-    for i, text in enumerate(texts[180:]):
-        mark = b"\xef\xbb\xbf" if i % 2 else b""
-        (tmp_path / f"{i:02}.txt").write_bytes(mark + text.encode())
+    (tmp_path / "d.JSON").write_bytes(jsonl(texts[180:190]))
+    (tmp_path / "e.ndjson").write_bytes(jsonl(texts[190:]))
 
-    inputs = ["a.jsonl", "*.gz", "c.jsonl.zst", "[0-9]*.txt"]
+    inputs = ["a.jsonl", "*.gz", "c.jsonl.zst", "[de].*"]
     inputs = [tmp_path / name for name in inputs]
     run_prepare("--input", *inputs, "--out", tmp_path / "out", "--vocab_size", 400)
     new, old = contents(tmp_path / "out"), contents(plain / "out")
@@ -155,9 +159,12 @@ def test_every_document_is_there_once_behind_its_bos(plain, texts):
         assert set(tokens[starts[:-1]]) == {corpus.special.bos}
         decoded = decode_split(plain / "out", name)
         assert decoded == [text for text in texts if text in decoded]  # in order
-        n_bytes = sum(len(text.encode()) for text in decoded)
-        counts = {"documents": len(decoded), "tokens": len(tokens), "bytes": n_bytes}
-        assert meta[name] == counts
+        assert meta[name] == {
+            "documents": len(decoded),
+            "tokens": len(tokens),
+            "bytes": sum(len(text.encode()) for text in decoded),
+            "words": len(" ".join(decoded).split()),
+        }
     assert sorted(decode_all(plain / "out")) == sorted(texts) and meta["vocab_size"] == 400
 
 
@@ -184,7 +191,7 @@ def test_the_first_of_equal_documents_stays(tmp_path, texts):
     train = decode_split(tmp_path / "out", "train")
     assert train == [text for text in once if text in train]
     assert sorted(decode_all(tmp_path / "out")) == sorted(once)
-    assert "30 documents" in printed and "0 malformed, 33 duplicate or empty" in printed
+    assert "documents: 63; dropped as duplicate, empty or malformed: 33" in printed
 
 
 def test_a_document_stays_on_its_side_when_the_corpus_grows(tmp_path):
@@ -214,8 +221,182 @@ def test_the_tokenizer_learns_from_training_documents_only(tmp_path, plain):
     assert len(val) > 5 and new["tokenizer.json"] == old["tokenizer.json"]
 
 
+# ---- files and folders ---------------------------------------------------------------------------
+def read_all(*patterns):
+    """Return the documents of all files that the patterns find; none may be malformed."""
+    paths = prepare.find_files(map(str, patterns)).values()
+    documents = list(prepare.read_documents(paths))
+    assert not any(problem for _, _, problem in documents)
+    return [text for _, text, _ in documents]
+
+
+def test_any_other_file_is_plain_text(tmp_path):
+    """Whatever its ending, packed or not; CR LF becomes LF, and a byte order mark is dropped."""
+    text = "\n\n".join(prose(40)) + "\n漢字\n"
+    windows = b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
+    (tmp_path / "a.txt").write_text(text)
+    expected = read_all(tmp_path / "a.txt")
+    assert "".join(expected) == text
+    files = {"b.md": windows, "c.train": windows, "noending": windows}
+    files |= {"d.txt.gz": gzip.compress(windows), "e.zst": zstd(windows)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert read_all(tmp_path / name) == expected, name
+
+
+def test_a_folder_is_all_files_in_it_each_once(tmp_path):
+    """Sorted, with its subfolders; hidden files and folders are left out."""
+    names = ["b.txt", "a/z.md", "a/sub/x", "c [1].txt", ".hidden", ".git/config", "a/.x/y.txt"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(f"text of {name}")
+    os.symlink("b.txt", tmp_path / "in/link.txt")
+    visible = ["a/sub/x", "a/z.md", "b.txt", "c [1].txt"]
+    found = [f"text of {name}" for name in visible]
+    assert read_all(tmp_path / "in") == read_all(tmp_path / "in", tmp_path / "in/a") == found
+    assert read_all(tmp_path / "in/**") == found
+    assert read_all(tmp_path / "in/c [1].txt", tmp_path / "in/*.txt") == [found[3], found[2]]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
+def test_standard_input_is_json_lines_if_it_begins_so(tmp_path, name):
+    texts = prose(50)
+    content = jsonl(texts) if name == "x.jsonl" else "\n".join(texts).encode()
+    (tmp_path / name).write_bytes(content)
+    run_prepare("--input", tmp_path / name, "--out", tmp_path / "file", "--vocab_size", 300)
+    arguments = ["--input", "-", "--out", tmp_path / "stdin", "--vocab_size", "300"]
+    subprocess.run([sys.executable, SCRIPT, *arguments], check=True, input=content)
+    new, old = contents(tmp_path / "stdin"), contents(tmp_path / "file")
+    assert new.keys() == old.keys()  # nothing else is left
+    assert all(new[name] == old[name] for name in data.FILES)
+
+
+def test_a_prepared_folder_that_is_replaced_is_said(tmp_path, plain):
+    arguments = ["--input", plain / "text.jsonl", "--out", tmp_path, "--vocab_size", 300]
+    assert "replaced" not in run_prepare(*arguments)
+    assert f"{tmp_path} holds a prepared text, which is replaced" in run_prepare(*arguments)
+
+
+# ---- plain text is cut into documents ------------------------------------------------------------
+PARAGRAPHS = ["\n".join(prose(i % 20 + 1, seed=i)) + "\n" for i in range(300)]
+SHAPES = {
+    "paragraphs": "\n".join(PARAGRAPHS),
+    "lines": "\n".join(prose(2000)),
+    "one line": "".join(prose(2000)),
+    "Japanese": "\n".join(["これは文です。" * (i % 30 + 1) for i in range(3000)]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pieces_have_bounded_sizes_and_are_together_the_text(shape):
+    text = SHAPES[shape]
+    pieces = list(prepare.cut_text(io.StringIO(text)))
+    assert "".join(pieces) == text
+    longest_line = min(max(map(len, text.splitlines())), 16 * prepare.PIECE)
+    sizes = [len(piece) for piece in pieces[:-1]]
+    assert min(sizes) >= prepare.PIECE
+    assert max(sizes) <= 2 * prepare.PIECE + longest_line
+    if shape != "one line":
+        assert all(piece.endswith("\n") for piece in pieces[:-1])
+    if shape == "paragraphs":
+        assert sum(piece.endswith("\n\n") for piece in pieces) > 0.6 * len(pieces)
+
+
+# ---- what is held out ----------------------------------------------------------------------------
+def split_files(folder, texts, val_fraction=0.1):
+    """Write texts as files; return what is trained on and what is held out of each."""
+    paths = []
+    for i, text in enumerate(texts):
+        paths.append(str(folder / f"{i:03}.txt"))
+        Path(paths[-1]).write_text(text)
+    train, val = prepare.choose_split(paths, *prepare.hash_documents(paths), 0, val_fraction)
+    sides = [["", ""] for _ in texts]
+    for (i, text, _), is_train, is_val in zip(prepare.read_documents(paths), train, val):
+        assert is_train != is_val
+        sides[i][int(is_val)] += text
+    return sides
+
+
+def make_text(n_bytes, separator, seed=0):
+    return separator.join(prose(n_bytes // 100, seed=n_bytes + seed))[:n_bytes]
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n"], ids=["paragraphs", "lines"])
+@pytest.mark.parametrize("kilobytes", [10, 30, 200, 1000])
+def test_a_plain_text_is_held_out_by_its_end(tmp_path, kilobytes, separator):
+    """The last 10%, and what is missing to a whole piece: nanoGPT's split."""
+    text = make_text(kilobytes * 1000, separator)
+    for share in (0.1, 0.25):
+        [[train, val]] = split_files(tmp_path, [text], share)
+        assert train + val == text and train.endswith("\n")
+        assert 0 <= len(val) - share * len(text) <= 3 * prepare.PIECE
+
+
+def test_every_file_gives_its_end(tmp_path):
+    texts = [make_text(n, "\n", seed=n) for n in (90000, 20000, 500000, 40000)]
+    for text, (train, val) in zip(texts, split_files(tmp_path, texts)):
+        assert train + val == text
+        assert abs(len(val) - 0.1 * len(text)) <= 3 * prepare.PIECE
+
+
+def test_of_short_files_every_tenth_is_held_out(tmp_path):
+    """By the size of the text, from the first file to the last."""
+    texts = prose(300)
+    sides = split_files(tmp_path, texts)
+    held_out = [i for i, (_, val) in enumerate(sides) if val]
+    assert 20 <= len(held_out) <= 40
+    assert max(np.diff([0, *held_out, 300])) < 30
+    share = sum(len(val) for _, val in sides) / sum(map(len, texts))
+    assert abs(share - 0.1) < 0.01
+
+
+def test_named_files_are_held_out(tmp_path):
+    """Of any kind; a document or a file that is also in the input is not trained on."""
+    texts = prose(60)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(jsonl(texts[:40]))
+    (tmp_path / "in/b.dev").write_text(texts[40])
+    (tmp_path / "in/c.md").write_text(texts[41])
+    (tmp_path / "dev.jsonl").write_bytes(jsonl(texts[35:40] + texts[50:] + texts[50:]))
+    flags = ["--val", tmp_path / "dev.jsonl", tmp_path / "in/*.dev", "--vocab_size", 300]
+    run_prepare("--input", tmp_path / "in", "--out", tmp_path / "out", *flags)
+    assert decode_split(tmp_path / "out", "train") == [*texts[:35], texts[41]]
+    assert decode_split(tmp_path / "out", "val") == [*texts[35:40], *texts[50:], texts[40]]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt"])
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
+def test_neither_side_is_ever_empty(share, kind):
+    """Of two documents one is held out, whatever their hashes and sizes."""
+    hashes = np.array([3, 2**64 - 1], np.uint64)
+    for order in (hashes, hashes[::-1]):
+        documents = order, np.array([10, 10**6]), np.array([2])
+        train, val = prepare.choose_split([f"x{kind}"], *documents, 0, share)
+        assert train.sum() == val.sum() == 1 and not (train & val).any()
+
+
+def test_a_split_shorter_than_a_window_is_said(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(jsonl([*prose(100), "Short."]))
+    flags = ["--vocab_size", 300, "--val_fraction", 0]  # the last document alone
+    printed = run_prepare("--input", tmp_path / "x.jsonl", "--out", tmp_path / "out", *flags)
+    assert re.findall("warning: (.*) is shorter than a window of 256 tokens", printed) == ["val"]
+
+
+def test_memory_grows_by_64_bytes_a_document_at_most(monkeypatch):
+    n = 300_000
+    documents = ((0, str(i), "") for i in range(n))
+    monkeypatch.setattr(prepare, "read_documents", lambda paths: documents)
+    tracemalloc.start()
+    found = prepare.hash_documents(["x.txt"])
+    prepare.choose_split(["x.txt"], *found, 0, 0.1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found[0]) == n and peak < 64 * n + 10**6
+
+
+# ---- which settings suit how much text -----------------------------------------------------------
 def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
-    """Its path is quoted; it has no more changes of the demo than needed."""
+    """Its path is quoted, and it is not refused."""
     monkeypatch.chdir(tmp_path)
     out = "data/my text"
     printed = run_prepare("--input", plain / "text.jsonl", "--out", out, "--vocab_size", 400)
@@ -223,76 +404,59 @@ def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
     assert command[:4] == ["python", "train.py", "config/demo.py", f"--data_dir={out}"]
     monkeypatch.chdir(ROOT)
     demo = make_settings(read_settings(command[2:], ""))
-    assert demo.out_dir == "out/my text"
+    assert demo.out_dir == "out/my text" and demo.seq_len == prepare.WINDOW
     corpus = data.open_corpus(tmp_path / demo.data_dir)
     fill_in(demo, corpus.vocab_size, len(corpus.train.tokens))
-    data.Stream(corpus, demo)  # not refused
-    assert prepare.next_command(Path("data/pydocs")) == "python train.py config/demo.py"
+    data.Stream(corpus, demo)
+    embedded = prepare.next_command(Path("data/pydocs"), 2 * 10**6)
+    assert embedded == "python train.py config/demo.py"
 
 
-# ---- small and large .txt files ------------------------------------------------------------------
-def write_text(path, n_bytes, separator):
-    text = separator.join(prose(n_bytes // 100, seed=n_bytes))[:n_bytes]
-    assert len(text) == n_bytes
-    path.write_text(text)
-    return text
+@pytest.mark.parametrize(
+    "n_bytes, bytes_per_token, config, tokens_per_parameter",
+    [
+        (1e6, 2.5, "demo", 2),
+        (1e7, 3.5, "mini", 95),
+        (1e8, 4, "small", 95),
+        (1e9, 4.75, "large", 95),
+        (1e12, 4.75, "large", 95),
+    ],
+)
+def test_a_text_has_a_config_that_suits_it(n_bytes, bytes_per_token, config, tokens_per_parameter):
+    """The paper's tokens per parameter, all of the text, and 16 repetitions of it for AR."""
+    _, vocab_size, suitable = prepare.choose_row(n_bytes)
+    assert suitable == config
+    s = make_settings(read_settings([os.path.join(ROOT, f"config/{config}.py")], ""))
+    with torch.device("meta"):
+        n_parameters = sum(p.numel() for p in Block(s).parameters()) * s.n_layer
+    n_read = s.max_steps * s.batch_size * s.seq_len
+    assert n_read / n_parameters == pytest.approx(tokens_per_parameter, rel=0.1)
+    assert s.seq_len >= prepare.WINDOW and s.repetitions == s.vocab_size == 0
+    fill_in(s, vocab_size, int(n_bytes / bytes_per_token))
+    assert 1 <= s.repetitions < 300
+    if config != "demo":
+        assert s.n_embd == 64 * s.n_head
+        assert Fraction(s.alpha) == pytest.approx(min(63 / 64, 16 / s.repetitions), rel=0.05)
 
 
-@pytest.mark.parametrize("separator", ["\n\n", "\n", " "], ids=["paragraphs", "lines", "no lines"])
-@pytest.mark.parametrize("kilobytes", [20, 25, 66, 198, 1000])
-def test_a_small_text_has_about_the_held_out_share_asked_for(tmp_path, kilobytes, separator):
-    text = write_text(tmp_path / "mine.txt", kilobytes * 1000, separator)
-    hashes, sizes, _ = prepare.hash_documents([str(tmp_path / "mine.txt")])
-    for share in (0.1, 0.2):
-        keep, val = prepare.choose_split(hashes, sizes, share)
-        assert share / 2 <= sizes[val].sum() / sizes[keep].sum() <= 2 * share
-    assert keep.all() and sizes.sum() > 0.99 * len(text) and sizes.max() < max(4000, len(text) / 30)
+@pytest.mark.parametrize("config", ["mini", "small", "large"])
+def test_each_config_trains(tmp_path, plain, config):
+    """As a tiny model here, for a few steps; both losses fall."""
+    tiny = dict(n_layer=1, n_head=1, n_embd=64, n_ff=64, seq_len=64, alpha="1/2", max_steps=4)
+    tiny |= dict(batch_size=4, micro_batch_size=2, eval_tokens=640, eval_interval=4, compile=False)
+    flags = [f"--{name}={value}" for name, value in tiny.items()]
+    flags += [f"--data_dir={plain / 'out'}", f"--out_dir={tmp_path}", "--device=cpu"]
+    run("train.py", f"config/{config}.py", *flags, cwd=ROOT)
+    first, last = [record for record in read_records(tmp_path) if "val_ar" in record]
+    assert last["val_ar"] < first["val_ar"] and last["val_md"] < first["val_md"]
 
 
-def test_the_share_does_not_depend_on_luck():
-    """From 20 KB on, cut into pieces of 1 to 3 KB as without blank lines, with any hashes."""
-    rng = np.random.default_rng(0)
-    shares = []
-    while len(shares) < 1000:
-        sizes = rng.integers(1000, 3000, rng.integers(10, 40))
-        if sizes.sum() < 20000:
-            continue
-        hashes = rng.integers(1, 2**64, len(sizes), np.uint64)
-        keep, val = prepare.choose_split(hashes, sizes, 0.1)
-        shares.append(sizes[val].sum() / sizes.sum())
-        assert keep.all() and 0.05 <= shares[-1] <= 0.2
-    assert 0.09 < np.mean(shares) < 0.12
-
-
-@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
-def test_neither_side_is_ever_empty(share):
-    hashes = np.array([3, 2**64 - 1], np.uint64)
-    for order in (hashes, hashes[::-1]):
-        keep, val = prepare.choose_split(order, np.array([10, 10**6]), share)
-        assert keep.all() and val.sum() == 1
-
-
-def test_texts_of_any_shape_are_cut_into_bounded_pieces(tmp_path):
-    """At blank lines, else at lines, else anywhere. Nothing but line ends is lost."""
-    paragraphs = ["\n".join(prose(i % 20 + 1, seed=i)) + "\n" for i in range(300)]
-    shapes = ["\n".join(paragraphs), "\n".join(prose(2000)), "".join(prose(2000)), "\n" * 300000]
-    for text in (*shapes, "é" * 300000):
-        (tmp_path / "long.txt").write_text(text)
-        pieces = [text for text, _ in prepare.read_documents([str(tmp_path / "long.txt")])]
-        assert len(pieces) > 20 and max(map(len, pieces)) < len(text) / 10
-        assert "".join(pieces).replace("\n", "") == text.replace("\n", "")
-
-    (tmp_path / "long.txt").write_text(shapes[0])
-    pieces = [text for text, _ in prepare.read_documents([str(tmp_path / "long.txt")])]
-    assert sum(piece.startswith(tuple(paragraphs)) for piece in pieces) > len(pieces) / 2
-
-
-def test_pieces_of_a_large_text_have_64_kib(tmp_path):
-    (tmp_path / "large.txt").write_text("\n\n".join(prose(2000)) * 20)
-    assert os.path.getsize(tmp_path / "large.txt") > 100 * 2**16
-    documents = prepare.read_documents([str(tmp_path / "large.txt")])
-    sizes = [len(text) for text, _ in documents]
-    assert min(sizes[:-1]) >= 2**16 and max(sizes) < 2**16 + 1000
+def test_the_next_command_is_that_of_the_row():
+    command = prepare.next_command(Path("data/mine"), 1e8)
+    assert shlex.split(command, comments=True) == [
+        *("python", "train.py", "config/small.py"),
+        *("--data_dir=data/mine", "--out_dir=out/mine"),
+    ]
 
 
 # ---- the encoder ---------------------------------------------------------------------------------
@@ -363,13 +527,12 @@ def test_encoding_keeps_the_order_and_never_reads_far_ahead(tmp_path, encode):
         assert drawn == encoded and len(texts) <= 1024
         return encode(texts)
 
-    val = np.arange(5000) % 7 == 0
-    lengths = prepare.encode_corpus(draw(), val, encode_and_watch, 1, tmp_path)
+    count = prepare.write_split(tmp_path, "val", draw(), encode_and_watch, 1)
     tokens = [np.append(np.uint16(1), part) for part in encode(documents)]
-    assert lengths.tolist() == [len(part) for part in tokens]
-    for name, wanted in (("train", ~val), ("val", val)):
-        expected = np.concatenate([part for part, take in zip(tokens, wanted) if take])
-        assert np.array_equal(np.fromfile(tmp_path / f"{name}.bin", np.uint16), expected)
+    starts = np.cumsum([0] + [len(part) for part in tokens])
+    assert np.array_equal(np.fromfile(tmp_path / "val.bin", np.uint16), np.concatenate(tokens))
+    assert np.array_equal(np.fromfile(tmp_path / "val.idx", np.uint64), starts)
+    assert count["documents"] == 5000 and count["tokens"] == starts[-1]
 
 
 # ---- the tokenizers of others --------------------------------------------------------------------
@@ -523,6 +686,12 @@ BAD_TOKENIZERS = {
     "other JSON": (b"[]", "is not a tokenizer.json that can be used"),
     "no model": (b'{"added_tokens": []}', "is not a tokenizer.json that can be used"),
     "binary": (b"\xff\x00", "is not a tokenizer.json that can be used"),
+    "no added_tokens": (
+        json.dumps(
+            {"model": json.loads(word_level({"<unk>": 0, "a": 1}).to_str())["model"]}
+        ).encode(),
+        "none of <s>, <|begin_of_text|>, <|endoftext|>",
+    ),
     "gap": (word_level({"<unk>": 0, "<s>": 1, "a": 7}).to_str().encode(), "ids are unused"),
     "no bos": (
         tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str().encode(),
@@ -595,7 +764,10 @@ def test_up_to_one_percent_malformed_documents_are_skipped_and_counted(tmp_path)
     lines[7:7] = MALFORMED
     (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
     printed = run_prepare("--input", tmp_path / "x.jsonl", "--out", tmp_path / "out")
-    assert "14 malformed, 0 duplicate" in printed
+    assert (
+        f"14 of 1,400 documents are malformed, the first: {tmp_path}/x.jsonl, line 8, " in printed
+    )
+    assert "dropped as duplicate, empty or malformed: 14" in printed
     assert len(decode_all(tmp_path / "out")) == 1386
 
 
@@ -610,36 +782,48 @@ def flipped(content):
 
 GOOD = jsonl(prose(1000))
 LATIN1 = "déjà vu".encode("latin-1")
+JAPANESE = "日本語の文章\n".encode("shift_jis")
 ARRAY = json.dumps([{"text": text} for text in prose(9)]).encode()
-NO_FIELD = 'document 1 of .*x.jsonl has no text in a field named "text"'
-NOT_JSON = "document 1 of .*x.jsonl is not a line of JSON"
+NOT_JSON = 'the first: .*x.jsonl, line 1, is not a line of JSON with a "text"'
+NOT_UTF8 = (
+    "1 of 1 documents are malformed, the first: .*x.*, line 1, is not UTF-8: convert the file"
+)
+NO_TEXT = "documents to train on: 0, held out: 0; give more text"
 UNREADABLE = "cannot read .*x.jsonl"
+TRUNCATED = f"{UNREADABLE}.zst: .* ended before the end-of-stream"
 
 # fmt: off
 BAD_FILES = {
     "many malformed":  ("x.jsonl", b"\n".join(MALFORMED[:11]) + b"\n" + GOOD, "11 of 1,011 docume"),
-    "no text field":   ("x.jsonl", b'{"content": "a"}\n' * 9, f"9 of 9 documents .*{NO_FIELD}"),
-    "no string":       ("x.jsonl", b'{"text": 1}\n' * 9, NO_FIELD),
-    "one JSON array":  ("x.jsonl", ARRAY, f"1 of 1 documents .*{NO_FIELD}"),
+    "no text field":   ("x.jsonl", b'{"content": "a"}\n' * 9, f"9 of 9 documents .*{NOT_JSON}"),
+    "no string":       ("x.jsonl", b'{"text": 1}\n' * 9, NOT_JSON),
+    "one JSON array":  ("x.jsonl", ARRAY, f"1 of 1 documents .*{NOT_JSON}"),
     "plain text":      ("x.jsonl", b"Hello, world.\n" * 9, NOT_JSON),
-    "Latin-1":         ("x.txt", LATIN1, "document 1 of .*x.txt is not UTF-8.*iconv"),
-    "Latin-1 JSON":    ("x.jsonl", b'{"text": "%s"}' % LATIN1, "document 1 .* is not UTF-8.*iconv"),
-    "UTF-16":          ("x.txt", "hello world\n".encode("utf-16") * 99, "is not UTF-8"),
-    "random bytes":    ("x.jsonl", random.Random(0).randbytes(9999), "documents cannot be used"),
-    "empty":           ("x.jsonl", b"", "text: 0; .* none is left .* give more text"),
-    "empty text":      ("x.txt", b"", "distinct documents with text: 0"),
-    "blank":           ("x.jsonl", b"\n \n\n", "distinct documents with text: 0"),
-    "empty texts":     ("x.jsonl", jsonl(["", " "]), "distinct documents with text: 0"),
-    "one document":    ("x.jsonl", jsonl(["a", "a"]), "with text: 1; .* none is left"),
+    "Latin-1":         ("x.txt", LATIN1, NOT_UTF8),
+    "Latin-1 JSON":    ("x.jsonl", b'{"text": "%s"}' % LATIN1, NOT_UTF8),
+    "Japanese":        ("x.md", JAPANESE, NOT_UTF8),
+    "UTF-16":          ("x.txt", "hello world\n".encode("utf-16"), "has a NUL byte"),
+    "a program":       ("x", b"ELF\0" * 2000, "the first: .*x, line 1, has a NUL byte: leave out"),
+    "random bytes":    ("x.jsonl", random.Random(0).randbytes(9999), "documents are malformed"),
+    "empty":           ("x.jsonl", b"", NO_TEXT),
+    "empty text":      ("x.txt", b"", NO_TEXT),
+    "blank":           ("x.jsonl", b"\n \n\n", NO_TEXT),
+    "empty texts":     ("x.jsonl", jsonl(["", " "]), NO_TEXT),
+    "one document":    ("x.jsonl", jsonl(["a", "a"]), "train on: 0, held out: 1; give more text"),
+    "one piece":       ("x.txt", b"a\nb\n", "cut at line ends into documents of about 2,048"),
     "truncated gzip":  ("x.jsonl.gz", truncated(gzip.compress(GOOD)), UNREADABLE),
     "corrupt gzip":    ("x.jsonl.gz", flipped(gzip.compress(GOOD)), UNREADABLE),
     "no deflate":      ("x.jsonl.gz", gzip.compress(GOOD)[:10] + GOOD, UNREADABLE),
     "no gzip":         ("x.jsonl.gz", GOOD, UNREADABLE),
-    "truncated zstd":  ("x.jsonl.zst", truncated(zstd(GOOD)), f"{UNREADABLE}.zst: it ends in the"),
-    "a frame missing": ("x.jsonl.zst", zstd(GOOD) + zstd(GOOD)[:3], f"{UNREADABLE}.zst: it ends"),
+    "truncated zstd":  ("x.jsonl.zst", truncated(zstd(GOOD)), TRUNCATED),
+    "a frame missing": ("x.jsonl.zst", zstd(GOOD) + zstd(GOOD)[:3], TRUNCATED),
     "corrupt zstd":    ("x.jsonl.zst", flipped(zstd(GOOD)), UNREADABLE),
     "no zstd":         ("x.jsonl.zst", GOOD, UNREADABLE),
-    "other format":    ("x.parquet", GOOD, "none of .txt .*x.parquet"),
+    "parquet":         ("x.parquet", b"PAR1", "x.parquet is not .* pandas.read_parquet.*to_json"),
+    "csv":             ("x.csv.gz", b"", "x.csv.gz is not .* pandas.read_csv.*a column named text"),
+    "pdf":             ("x.pdf", b"", "x.pdf is not plain text: leave it out.* pdftotext .*x.pdf"),
+    "docx":            ("x.docx", b"", "pandoc .*x.docx -o .*x.docx.txt"),
+    "zip":             ("x.zip", b"", "unzip .*x.zip -d FOLDER, then --input FOLDER"),
 }
 # fmt: on
 
@@ -657,15 +841,13 @@ def test_a_bad_file_is_one_line_and_leaves_nothing_behind(tmp_path, name):
 @pytest.mark.parametrize("missing", [1, 5, 100, 1000, 5000])
 def test_a_truncated_zstd_file_is_found_wherever_it_ends(tmp_path, missing):
     """Among good files, in its first or its last frame, with and without a checksum."""
-    compress = zstandard.ZstdCompressor().compress
+    compress = prepare.import_zstd().compress
     packed = compress(GOOD[:50000]) + compress(GOOD[50000:])
     (tmp_path / "good.jsonl").write_bytes(GOOD)
     (tmp_path / "x.jsonl.zst").write_bytes(packed)
     assert len(list(prepare.read_documents([str(tmp_path / "x.jsonl.zst")]))) == 1000
     (tmp_path / "x.jsonl.zst").write_bytes(packed[:-missing])
-    with pytest.raises(
-        SystemExit, match="^error: cannot read .*x.jsonl.zst: it ends in the middle"
-    ):
+    with pytest.raises(SystemExit, match=f"^error: {TRUNCATED}"):
         run_prepare("--input", tmp_path / "*.*", "--out", tmp_path / "out")
 
 
@@ -677,17 +859,29 @@ def test_a_truncated_zstd_file_is_found_wherever_it_ends(tmp_path, missing):
         (["--vocab_size", 0], "--vocab_size must be"),
         (["--val_fraction", 1], "--val_fraction"),
         (["--val_fraction", "nan"], "--val_fraction"),
-        (["--input", "no/*.jsonl"], "no such file.*no/"),
-        (["--input", "."], "no such file"),
+        (["--val", "no.txt"], "no such file: no.txt"),
+        (["--val", SCRIPT, "--val_fraction", 0.1], "--val_fraction: not allowed with .* --val"),
+        (["--input"], "--input: expected at least one argument"),
+        (["--input", "no/*.jsonl"], "no such file: no/"),
+        (["--input", "/dev/null"], "no such file"),
         (["--out", ""], "--out data/NAME"),
         (["--tasks"], "--tasks goes with --out alone"),
-        (["--tokenizer", "t.json", "--vocab_size", 300], "leave it out"),
+        (["--tokenizer", "t.json", "--vocab_size", 300], "not allowed with"),
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_written(tmp_path, plain, flags, message):
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         run_prepare("--input", plain / "text.jsonl", "--out", tmp_path / "out", *flags)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_files_is_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/.hidden").write_text("text")
+    with pytest.raises(SystemExit, match=f"^error: no files .* in {tmp_path}/in$"):
+        run_prepare("--input", tmp_path / "in", "--out", tmp_path / "out")
+    with pytest.raises(SystemExit, match=f"^error: --out {tmp_path}/in/.hidden is a file"):
+        run_prepare("--out", tmp_path / "in/.hidden")
 
 
 def test_every_flag_has_a_help_text(monkeypatch, capsys):
@@ -698,7 +892,7 @@ def test_every_flag_has_a_help_text(monkeypatch, capsys):
     flags = re.findall(
         r"^  (?:-h, )?(--\w+)(?: [A-Z].*?)?(?:  |\n {20}) *\w", options, re.MULTILINE
     )
-    names = ["help", "input", "out", "vocab_size", "tokenizer", "val_fraction", "tasks"]
+    names = ["help", "input", "out", "val", "val_fraction", "vocab_size", "tokenizer", "tasks"]
     assert flags == [f"--{name}" for name in names]
 
 
@@ -711,28 +905,29 @@ def test_tasks_are_downloaded_by_tasks_py(tmp_path, monkeypatch):
     assert folders == [Path("data/tasks"), tmp_path]
 
 
-def test_without_zstandard_one_line_says_what_to_install(tmp_path):
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python itself unpacks zstd")
+def test_without_zstd_one_line_says_what_to_install(tmp_path):
     (tmp_path / "x.jsonl.zst").write_bytes(zstd(GOOD))
-    (tmp_path / "zstandard.py").write_text("raise ImportError('no zstd', name='zstandard')")
+    (tmp_path / "backports").mkdir()
+    (tmp_path / "backports/__init__.py").write_text("")
     result = subprocess.run(
         [sys.executable, SCRIPT, "--input", tmp_path / "x.jsonl.zst", "--out", tmp_path / "out"],
         text=True,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
-    assert result.returncode == 1 and result.stderr == "error: no zstd: pip install zstandard\n"
+    assert result.returncode == 1
+    assert re.fullmatch("error: .*zstd.*: pip install backports.zstd\n", result.stderr)
     assert not os.listdir(tmp_path / "out")
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path):
     """It comes in malformed pieces of bounded size."""
-    packer = zstandard.ZstdCompressor().compressobj()
-    with open(tmp_path / "x.jsonl.zst", "wb") as file:
+    with prepare.import_zstd().open(tmp_path / "x.jsonl.zst", "wb") as file:
         for _ in range(80):
-            file.write(packer.compress(b"[" * 2**22))
-        file.write(packer.flush())
-    sizes = [len(line) for line in prepare.read_lines(str(tmp_path / "x.jsonl.zst"))]
-    assert sum(sizes) == 80 * 2**22 and 2**28 <= max(sizes) <= 2**28 + 2**25
+            file.write(b"[" * 2**22)
+    sizes = [len(piece) for piece in prepare.read_pieces(str(tmp_path / "x.jsonl.zst"))]
+    assert sizes == [2**28, 80 * 2**22 - 2**28]
 
 
 def test_a_run_that_fails_leaves_the_earlier_folder_as_it_was(tmp_path, plain):
@@ -774,7 +969,7 @@ def test_control_c_leaves_nothing_behind(tmp_path):
         # Tests that run in the background may have been told to ignore this signal.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    while not list(tmp_path.glob("out/*/*")):  # until it waits for its input
+    while not list(tmp_path.glob("out/*")):  # until it waits for its input
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
