@@ -86,7 +86,7 @@ ROWS = [
     (float("inf"), 51200, "large"),
 ]
 EMBEDDED = Path("data/pydocs")
-WINDOW = 256  # tokens in a window of config/demo.py, the shortest
+WINDOW = 256  # tokens in a window of config/demo.py
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -429,13 +429,15 @@ def next_command(out, n_bytes):
 def parse_arguments():
     """Return the flags; refuse what is wrong before any file is read."""
     parser = make_parser(__doc__)
-    parser.add_argument("--input", nargs="+", default=[], metavar="FILE", help="the text")
-    parser.add_argument("--out", metavar="FOLDER", help="the prepared folder (data/pydocs)")
+    parser.add_argument("--input", nargs="+", default=[], metavar="FILE", help="text to train on")
+    parser.add_argument("--out", metavar="FOLDER", help="where to write (data/pydocs)")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--val", nargs="+", default=[], metavar="FILE", help="text to hold out")
-    group.add_argument("--val_fraction", type=float, default=0.1, help="or its share (0.1)")
+    group.add_argument(
+        "--val_fraction", type=float, default=0.1, help="or hold out this share (0.1)"
+    )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--vocab_size", type=int, help="ids of a new tokenizer (by size of text)")
+    group.add_argument("--vocab_size", type=int, help="ids of a new tokenizer (by size)")
     group.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json to use")
     parser.add_argument("--tasks", action="store_true", help="download the evaluation sets")
     args = parser.parse_args()

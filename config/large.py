@@ -5,6 +5,6 @@
 # 8,192 steps = 34.4B tokens, 95 per parameter. All of the text is read, about 180 times if it has
 # 1 GB, 18 times if it has 10 GB.
 data_dir = "data/mine"
-out_dir = "out/mine"
+out_dir = "out/large"
 vocab_size = 0
 repetitions = 0

@@ -4,7 +4,7 @@
 # 8,192 steps = 537M tokens, 94 per parameter (the paper: 95). All of the text is read, about 200
 # times if it has 10 MB.
 data_dir = "data/mine"
-out_dir = "out/mine"
+out_dir = "out/mini"
 n_layer = 6
 n_head = 4
 n_embd = 256

@@ -4,7 +4,7 @@
 # 8,960 steps = 2.35B tokens, 95 per parameter (as the paper). All of the text is read, about 100
 # times if it has 100 MB.
 data_dir = "data/mine"
-out_dir = "out/mine"
+out_dir = "out/small"
 n_layer = 12
 n_head = 6
 n_embd = 384
