@@ -2,17 +2,16 @@
 Generate text with a trained model, in each of the ways it can be read.
 
     python sample.py --ckpt out/demo --prompt "The module"
-    python sample.py --ckpt out/demo --mode prefix --prompt "The module" "A list"
+    python sample.py --ckpt out/demo --mode prefix --prompt "A list"
     python sample.py --ckpt out/demo --mode diffusion --prompt "A list" --steps 32 --watch
     python sample.py --ckpt out/demo --mode infill --prompt "Return the<mask:3> of a list."
 
-ar         continue the prompt, token by token
+ar         continue the prompt, token by token, past the model's window too
 prefix     the same, but the prompt is read in both directions
 diffusion  put masks after the prompt, and fill them in
 infill     fill the gaps in the prompt: <mask> is one token, <mask:12> are twelve
 """
 
-import argparse
 import os
 import re
 import sys
@@ -26,6 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from checkpoint import load_model
+from configurator import make_parser
 from model import make_mask
 
 MODES = ("ar", "prefix", "diffusion", "infill")
@@ -68,45 +68,39 @@ def rate_places(probabilities, order, generator):
 
 
 # ---- the two ways to generate --------------------------------------------------------------------
-def pad_rows(rows, n_new, bidirectional, special, device):
-    """Return tokens (B, S), mask (B, 1, S, S) and positions (B, S) of rows of any lengths.
-
-    Rows are padded on the left, so that all end together; n_new free places follow. The padding is
-    a segment of its own. It and the free places hold <s>, which is never printed.
-    """
-    lengths = torch.tensor([len(row) for row in rows])
-    longest = max(len(row) for row in rows)
-    padded = []
-    for row in rows:
-        padding = [special.bos] * (longest - len(row))
-        padded.append(padding + row + [special.bos] * n_new)
-
-    positions = torch.arange(longest + n_new) - (longest - lengths)[:, None]
-    segments = torch.where(positions < 0, -1, 1)
-    prefix = lengths if bidirectional else torch.zeros_like(lengths)
-    mask = make_mask(segments, positions, prefix)
-    return torch.tensor(padded), mask.to(device), positions.to(device)
+def who_sees_whom(n_tokens, prefix, device):
+    """Return the mask (1, 1, T, T) and positions (1, T) of a text whose prefix all tokens see."""
+    positions = torch.arange(n_tokens, device=device)[None]
+    segments = torch.ones_like(positions)
+    return make_mask(segments, positions, torch.tensor([prefix], device=device)), positions
 
 
 @torch.inference_mode()
-def extend(model, special, rows, generator, args):
-    """Append up to args.length tokens to every row, fewer if <s> ends it; yield after each.
+def extend(model, special, prompt, window, generator, args):
+    """Append up to args.length tokens to each row of a prompt (B, n), fewer if <s> ends it.
 
-    A cache keeps what was computed: the prompt is read once, then only the newest token.
+    Yield all tokens after each new one. A cache keeps what was computed: the prompt is read once,
+    then only the newest token. A text that outgrows the window loses its older half, and the rest
+    is read anew, without a <s>: most windows of the training text have none either.
     """
     device = model.embed.weight.device
-    both_ways = args.mode == "prefix"
-    tokens, mask, positions = pad_rows(rows, args.length, both_ways, special, device)
-    B, S = tokens.shape
-    caches = model.new_caches(B, S)
+    B, n = prompt.shape
+    n_prefix = n if args.mode == "prefix" else 0
     forbidden = [token for token in special.all if token != special.bos]
+    tokens = torch.full((B, n + args.length), special.bos)
+    tokens[:, :n] = prompt
+    size = min(window, n + args.length)
 
-    start = 0
+    first = None  # where the window begins
     ended = torch.zeros(B, dtype=torch.bool)
-    for end in range(S - args.length, S):
-        new = slice(start, end)
-        x = tokens[:, new].to(device)
-        h = model.hidden(x, mask[:, :, new, :end], positions[:, new], caches)
+    for end in range(n, n + args.length):
+        if first is None or end - first > window:
+            first = start = 0 if end <= window else end - window // 2
+            caches = model.new_caches(B, size)
+            mask, positions = who_sees_whom(size, n_prefix - first, device)
+        new = slice(start - first, end - first)
+        x = tokens[:, start:end].to(device)
+        h = model.hidden(x, mask[:, :, new, : end - first], positions[:, new], caches)
         logits = model.head(h[:, -1]).float()
         logits[:, forbidden] = -torch.inf
         tokens[:, end] = draw(logits, generator, args).masked_fill(ended, special.bos)
@@ -118,36 +112,29 @@ def extend(model, special, rows, generator, args):
 
 
 @torch.inference_mode()
-def fill(model, special, rows, generator, args):
-    """Replace all masks in args.steps steps, equally many in each; yield after each step.
+def fill(model, special, tokens, generator, args):
+    """Replace the masks in tokens (B, T) in args.steps steps, equally many in each.
 
-    A step first chooses places, by args.order and the distribution without temperature, then draws
-    their tokens. One mask a step in random order is exactly any-order autoregressive sampling.
+    Yield the tokens after each step. A step first chooses places, by args.order and the
+    distribution without temperature, then draws their tokens. One mask a step in random order is
+    exactly any-order autoregressive sampling.
     """
     device = model.embed.weight.device
-    tokens, mask, positions = pad_rows(rows, 0, True, special, device)
-    masked = tokens == special.mask
-    blocks = (masked.cumsum(1) - 1) // (
-        args.block or tokens.shape[1]
-    )  # which block each mask is in
-
-    for step in range(args.steps):
+    T = tokens.shape[1]
+    mask, positions = who_sees_whom(T, T, device)
+    n_masks = tokens[0].tolist().count(special.mask)
+    n_steps = min(args.steps or n_masks, n_masks)
+    for step in range(n_steps):
+        # Steps that are as equal as they can be, and add up to n_masks.
+        n_now = n_masks * (step + 1) // n_steps - n_masks * step // n_steps
         h = model.hidden(tokens.to(device), mask, positions)
-        for b, n_masks in enumerate(masked.sum(1).tolist()):
-            # Steps that are as equal as they can be, and add up to n_masks.
-            n_now = n_masks * (step + 1) // args.steps - n_masks * step // args.steps
-            if n_now == 0:
-                continue
-            places = (tokens[b] == special.mask).nonzero()[:, 0]
+        for b, row in enumerate(tokens):
+            places = (row == special.mask).nonzero()[:, 0]
             logits = model.head(h[b, places - 1]).float()  # the token at p is predicted at p - 1
             logits[:, list(special.all)] = -torch.inf
-
-            # The highest ratings first; then, as this sort is stable, earlier blocks first.
             rating = rate_places(logits.softmax(-1), args.order, generator).cpu()
-            ranked = rating.argsort(descending=True)
-            ranked = ranked[blocks[b, places[ranked]].argsort(stable=True)]
-            chosen = ranked[:n_now]
-            tokens[b, places[chosen]] = draw(logits[chosen], generator, args)
+            chosen = rating.argsort(descending=True)[:n_now]
+            row[places[chosen]] = draw(logits[chosen], generator, args)
         yield tokens
 
 
@@ -170,12 +157,10 @@ def encode_after_gap(tokenizer, text):
     return encode(tokenizer, text)
 
 
-def make_row(prompt, tokenizer, special, args):
-    """Return <s>, the tokens of a prompt, and the masks that are to be filled."""
-    if args.mode != "infill":
-        n_masks = args.length if args.mode == "diffusion" else 0
-        return [special.bos] + encode(tokenizer, prompt) + [special.mask] * n_masks
-
+def make_row(prompt, tokenizer, special, mode):
+    """Return <s> and the tokens of a prompt, in infill with masks for its gaps."""
+    if mode != "infill":
+        return [special.bos] + encode(tokenizer, prompt)
     first, *rest = GAP.split(prompt)  # text, then the length of a gap and text in turn
     row = [special.bos] + encode(tokenizer, first)
     for length, text in zip(rest[0::2], rest[1::2]):
@@ -184,59 +169,38 @@ def make_row(prompt, tokenizer, special, args):
     return row
 
 
-def read_prompts(args):
-    """Return the prompts: from flags, a file or a pipe; at a terminal, an empty one."""
-    if args.prompt:
+def read_prompt(args):
+    """Return the prompt: from the flag or a pipe; at a terminal, an empty one."""
+    if args.prompt is not None:
         return args.prompt
-    if not args.prompt_file and os.isatty(0):
-        return [""]
-    with open(args.prompt_file or sys.stdin.fileno(), encoding="utf-8") as file:
-        return [file.read().removesuffix("\n")]
-
-
-def check_rows(rows, special, window, args):
-    """Refuse what the model's window cannot hold, and a prompt without anything to do."""
-    longest = max(len(row) for row in rows)
-    n_new = args.length if args.mode in ("ar", "prefix") else 0
-    n_inputs = longest + max(n_new - 1, 0)  # the last new token is not read
-    if n_inputs > window:
-        die(
-            f"{longest} tokens (<s>, prompt, masks) and {n_new} new ones do not fit into this "
-            f"model's window of {window}"
-        )
-    if args.mode == "infill" and not any(special.mask in row for row in rows):
-        die("nothing to fill in: write <mask> or <mask:12> into the prompt")
+    if os.isatty(0):
+        return ""
+    with open(sys.stdin.fileno(), encoding="utf-8") as file:
+        return file.read().removesuffix("\n")
 
 
 # ---- the script ----------------------------------------------------------------------------------
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--ckpt", default="out/demo", help="checkpoint, or directory of a run (out/demo)")
     add("--mode", choices=MODES, default="ar", help="how to generate, see above (ar)")
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", nargs="+", help="one or several texts (standard input)")
-    prompts.add_argument("--prompt_file", help="file with one text")
-    add("--num_samples", type=int, default=1, help="samples of each prompt (1)")
-    add("--length", type=int, default=64, help="new tokens: at most, in diffusion exactly (64)")
+    add("--prompt", help="the text to begin with (standard input)")
+    add("--num_samples", type=int, default=1, help="samples of the prompt (1)")
+    add("--length", type=int, default=0, help="new tokens; 0: 64, or those that fit (0)")
     add("--temperature", type=float, default=1.0, help="0: always the likeliest token (1)")
     add("--top_k", type=int, default=0, help="draw from this many likeliest tokens; 0: all (0)")
     add("--top_p", type=float, default=1.0, help="draw from the likeliest with this share (1)")
     add("--steps", type=int, default=0, help="steps that fill the masks; 0: one for each (0)")
     add("--order", choices=ORDERS, default="random", help="which masks are filled first (random)")
-    add("--block", type=int, default=0, help="masks in a block, left to right; 0: no blocks (0)")
     add("--watch", action="store_true", help="show the text after every step")
     add("--seed", type=int, default=1, help="the same seed gives the same text (1)")
     args = parser.parse_args()
 
-    if not (1 <= args.length <= 10**6 and 1 <= args.num_samples):
-        die("--length (up to a million) and --num_samples must be at least 1")
-    if min(args.steps, args.block, args.top_k) < 0:
-        die("--steps, --block and --top_k must be at least 0")
+    if min(args.length, args.steps, args.top_k) < 0 or args.length > 10**6:
+        die("--length (up to a million), --steps and --top_k must be at least 0")
+    if args.num_samples < 1:
+        die("--num_samples must be at least 1")
     if not (0 <= args.temperature < 1e6 and 0 < args.top_p <= 1):
         die("--temperature must be at least 0, and --top_p a share above 0 and up to 1")
     if not 0 <= args.seed < 2**63:
@@ -257,19 +221,27 @@ def main():
     args = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"  # MPS has no fp64
     model, tokenizer, special, settings, _ = load_model(args.ckpt, device)
-
+    window = settings.seq_len
     try:
-        rows = [make_row(p, tokenizer, special, args) for p in read_prompts(args)]
+        row = make_row(read_prompt(args), tokenizer, special, args.mode)
     except (UnicodeError, TypeError):  # the latter from `tokenizers`
         die("the prompt is not valid UTF-8")
-    check_rows(rows, special, settings.seq_len, args)
+    if args.mode == "diffusion":
+        args.length = args.length or max(1, min(64, window - len(row)))
+        row += [special.mask] * args.length
 
-    rows = [row for row in rows for _ in range(args.num_samples)]
-    n_masks = max(row.count(special.mask) for row in rows)
-    args.steps = min(args.steps or n_masks, n_masks)
     generator = torch.Generator(device).manual_seed(args.seed)
-    generate = extend if args.mode in ("ar", "prefix") else fill
-    for tokens in generate(model, special, rows, generator, args):
+    tokens = torch.tensor([row] * args.num_samples)
+    if args.mode in ("ar", "prefix"):
+        args.length = args.length or 64
+        versions = extend(model, special, tokens, window, generator, args)
+    else:
+        if len(row) > window:
+            die(f"{len(row)} tokens (<s>, prompt, masks) exceed this model's window of {window}")
+        if special.mask not in row:
+            die("nothing to fill in: write <mask> or <mask:12> into the prompt")
+        versions = fill(model, special, tokens, generator, args)
+    for tokens in versions:
         if args.watch:
             show(tokens, tokenizer, special)
     print(*tokenizer.decode_batch(tokens.tolist()), sep="\n---------------\n")

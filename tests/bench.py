@@ -453,7 +453,7 @@ def decoding(args):
 
     def decode(x, length):
         options = SimpleNamespace(mode="ar", length=length, temperature=0)
-        tokens = list(sample.extend(model, SPECIAL, x.tolist(), None, options))
+        tokens = list(sample.extend(model, SPECIAL, x, 1024, None, options))
         assert len(tokens) == length
 
     def generate(x, length):

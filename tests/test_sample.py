@@ -1,4 +1,4 @@
-"""Generation: against enumeration, against decoding without a cache, and in a batch or alone."""
+"""Generation: against enumeration, and against decoding without a cache, past the window too."""
 
 import io
 import itertools
@@ -22,13 +22,13 @@ from sample import ORDERS, draw, encode, encode_after_gap, extend, fill
 from tokenizer import SPECIAL_TOKENS
 
 CHI2_26 = 54.05  # exceeded by a chi-square with 26 degrees of freedom once in 1,000
-PROMPTS = [[BOS, 20, 21, 22, 23, 24], [BOS], [BOS, 40, 41]]
+PROMPTS = [[BOS, 20, 21, 22, 23, 24], [BOS, 20, 21, 22, 40, 41]]
 NOT_BOS = [token for token in SPECIAL.all if token != BOS]
 
 
 def options(**changes):
     """Return what sample.py's command line would give, with these changes."""
-    args = dict(mode="ar", length=10, steps=6, block=0, order="random")
+    args = dict(mode="ar", length=10, steps=0, order="random")
     args |= dict(temperature=1.0, top_k=0, top_p=1.0)
     return Namespace(**{**args, **changes})
 
@@ -37,9 +37,11 @@ def generator():
     return torch.Generator().manual_seed(1)
 
 
-def generate(function, model, rows, **changes):
+def generate(function, model, rows, window=32, **changes):
     """Return the tokens after every step."""
-    steps = function(model, SPECIAL, rows, generator(), options(**changes))
+    more = [window] if function is extend else []
+    args = options(**changes)
+    steps = function(model, SPECIAL, torch.tensor(rows), *more, generator(), args)
     return [tokens.clone() for tokens in steps]
 
 
@@ -103,7 +105,7 @@ def save_checkpoint(folder, tokenizer=None, **changes):
         "step": 6,
         "tokenizer": (tokenizer or tiny_tokenizer()).to_str(),
     }
-    torch.save(content, os.path.join(folder, "ckpt.pt"))
+    torch.save(content, os.path.join(folder, "ckpt_6.pt"))
     return str(folder)
 
 
@@ -129,7 +131,7 @@ def split_samples(output):
 def test_random_order_samples_the_any_order_distribution():
     """Fill one random place a step: all 27 texts of 3 tokens come as often as they should.
 
-    Their probability is the model's, averaged over the 6 orders. From left to right, they do not.
+    Their probability is the model's, averaged over the 6 orders. In another order, they do not.
     """
     model = random_model(tiny_settings(vocab_size=N_SPECIAL + 3), seed=5)
     prompt = [BOS, N_SPECIAL]
@@ -146,13 +148,13 @@ def test_random_order_samples_the_any_order_distribution():
     assert probability.sum().item() == pytest.approx(1)
 
     def chi2(n=2000, **changes):
-        x = generate(fill, model, [prompt + [MASK] * 3] * n, steps=3, **changes)[-1]
+        x = generate(fill, model, [prompt + [MASK] * 3] * n, **changes)[-1]
         number = (x[:, 2:] - N_SPECIAL) @ torch.tensor([9, 3, 1])
         observed = torch.bincount(number, minlength=27)
         return ((observed - n * probability) ** 2 / (n * probability)).sum().item()
 
     assert chi2() < CHI2_26
-    assert chi2(block=1) > 2 * CHI2_26
+    assert chi2(order="confidence") > 2 * CHI2_26
 
 
 @pytest.mark.parametrize(
@@ -192,25 +194,53 @@ def test_drawing_is_in_double_precision(monkeypatch):
     assert seen[0][0, 1].item() == pytest.approx(1.3888e-11, rel=1e-4)
 
 
-# ---- the cache, and batches ----------------------------------------------------------------------
+# ---- the cache, the window, and batches ----------------------------------------------------------
 @torch.no_grad()
+@pytest.mark.parametrize("window", [2, 8, 9, 32])
 @pytest.mark.parametrize("mode", ["ar", "prefix"])
-def test_decoding_with_a_cache_equals_decoding_without(mode):
-    """Three prompts in one batch with a cache give what each gives alone, all computed anew."""
+def test_decoding_with_a_cache_equals_decoding_without(mode, window):
+    """Two prompts in one batch with a cache give what each gives alone, all computed anew.
+
+    A text that outgrows the window goes on from its newer half, which may hold some of the prompt.
+    """
     model = random_model(tiny_settings(n_layer=3))
-    x = generate(extend, model, PROMPTS, mode=mode, length=20, temperature=0)[-1]
+    x = generate(extend, model, PROMPTS, window, mode=mode, length=20, temperature=0)[-1]
     for row, prompt in zip(x, PROMPTS):
         text = list(prompt)
-        prefix = len(prompt) if mode == "prefix" else 0
+        first = 0
         for _ in range(20):
-            logits = model.head(states(model, [text], prefix)[0, -1])
+            if len(text) - first > window:
+                first = len(text) - window // 2
+            prefix = len(prompt) - first if mode == "prefix" else 0
+            logits = model.head(states(model, [text[first:]], prefix)[0, -1])
             logits[NOT_BOS] = -torch.inf
             text.append(int(logits.argmax()))
             if text[-1] == BOS:
                 break
-        row = row[len(PROMPTS[0]) - len(prompt) :]
         assert row[: len(text)].tolist() == text
         assert (row[len(text) :] == BOS).all()
+
+
+@pytest.mark.parametrize("window", [2, 8, 9, 32])
+def test_the_model_reads_no_more_than_a_window_and_rarely_all_of_it(window, monkeypatch):
+    """Half a window is read anew whenever it is full; otherwise only the newest token is read."""
+    model = random_model(tiny_settings())
+    hidden = model.hidden
+    reads = []
+
+    def spy(x, mask, positions, caches):
+        assert mask.shape[-1] == positions.max() + 1 <= window
+        reads.append(x.shape[1])
+        return hidden(x, mask, positions, caches)
+
+    monkeypatch.setattr(model, "hidden", spy)
+    model.head = Biased(model.head, range(20, 300))  # says no <s>
+    steps = generate(extend, model, PROMPTS, window, length=100)
+    assert len(steps) == len(reads) == 100
+    n_kept = window // 2
+    if n_kept > 1:
+        assert set(reads[1:]) == {1, n_kept}
+        assert reads.count(n_kept) <= 1 + 100 / (window - n_kept)
 
 
 @torch.no_grad()
@@ -228,25 +258,16 @@ def test_a_cache_can_be_filled_in_pieces():
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
 
 
-GAPPED = [[BOS, MASK, 20, MASK, MASK, 21], [BOS, 30, MASK], [BOS] + [MASK] * 9]
+GAPPED = [[BOS, MASK, 20, MASK, MASK, 21, 22], [BOS, 30, MASK, 31, MASK, 32, MASK]]
 
 
-@pytest.mark.parametrize(
-    "function, rows, changes",
-    [
-        (extend, PROMPTS, {"mode": "ar"}),
-        (extend, PROMPTS, {"mode": "prefix"}),
-        (fill, GAPPED, {"order": "confidence", "steps": 3}),
-        (fill, GAPPED, {"order": "entropy", "steps": 3}),
-    ],
-)
-def test_a_batch_gives_what_single_rows_give(function, rows, changes):
+@pytest.mark.parametrize("order", ["confidence", "entropy"])
+def test_a_batch_gives_what_single_rows_give(order):
     model = random_model(tiny_settings())
-    together = generate(function, model, rows, temperature=0, **changes)[-1]
-    for row, single in zip(together, rows):
-        alone = generate(function, model, [single], temperature=0, **changes)[-1][0]
-        row = row[len(max(rows, key=len)) - len(single) :]
-        assert row.tolist()[: len(alone)] == alone.tolist()
+    together = generate(fill, model, GAPPED, temperature=0, order=order, steps=2)[-1]
+    for row, single in zip(together, GAPPED):
+        alone = generate(fill, model, [single], temperature=0, order=order, steps=2)[-1][0]
+        assert torch.equal(row, alone)
 
 
 # ---- special tokens, order of filling ------------------------------------------------------------
@@ -289,22 +310,25 @@ def test_no_special_token_fills_a_gap(order, temperature):
     assert (x[:, 1:] >= N_SPECIAL).all()
 
 
-@pytest.mark.parametrize("order, block", list(itertools.product(ORDERS, (0, 1, 4))))
-def test_every_step_fills_as_many_masks_and_blocks_come_in_turn(order, block):
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_step_fills_as_many_masks(order):
     model = random_model(tiny_settings())
     text = [BOS] + [MASK] * 5 + [50] + [MASK] * 7
-    gaps = [i for i, token in enumerate(text) if token == MASK]
     before = torch.tensor([text])
-    steps = generate(fill, model, [text], order=order, block=block, steps=4)
+    steps = generate(fill, model, [text], order=order, steps=4)
     assert len(steps) == 4
     for step, x in enumerate(steps):
-        n_filled = 3 * (step + 1)
-        assert (x == MASK).sum() == 12 - n_filled
+        assert (x == MASK).sum() == 12 - 3 * (step + 1)
         assert torch.equal(x[before != MASK], before[before != MASK])  # what is filled stays
-        left = (x[0, gaps] == MASK).nonzero()[:, 0]
-        if block and len(left):
-            assert left.min() // block >= n_filled // block
         before = x
+
+
+@pytest.mark.parametrize("n_steps", [0, 5, 6, 100])
+def test_no_step_is_empty(n_steps):
+    """By default, and if more are asked for, there are as many steps as masks."""
+    model = random_model(tiny_settings())
+    steps = generate(fill, model, [[BOS] + [MASK] * 6], steps=n_steps)
+    assert len(steps) == (5 if n_steps == 5 else 6)
 
 
 @torch.no_grad()
@@ -370,19 +394,15 @@ def test_infill_keeps_the_text_around_the_gaps(kind, tmp_path):
     tokenizer = tiny_tokenizer() if kind == "ours" else spaced_tokenizer(kind)
     ckpt = save_checkpoint(tmp_path, tokenizer, vocab_size=tokenizer.get_vocab_size())
 
-    def infill(*prompts):
-        flags = "--steps", 3, "--temperature", 0, "--order", "confidence"
-        return split_samples(
-            call(sample, "--ckpt", ckpt, "--mode", "infill", *flags, "--prompt", *prompts)
-        )
+    def infill(prompt):
+        flags = "--steps", 3, "--temperature", 0, "--order", "confidence", "--prompt", prompt
+        return call(sample, "--ckpt", ckpt, "--mode", "infill", *flags).removesuffix("\n")
 
-    prompts = ["<mask:3> ba <mask>", "<mask><mask:2>", "one<mask:0>two <mask:2>!", "do<mask:9>"]
-    together = infill(*prompts)
-    assert together == [infill(prompt)[0] for prompt in prompts]  # each as if it were alone
-    assert " ba " in together[0]
-    assert together[2].strip().startswith("onetwo ")
-    assert together[2].endswith("!")
-    assert together[3].strip().startswith("do")
+    assert " ba " in infill("<mask:3> ba <mask>")
+    assert infill("<mask><mask:2>")
+    assert infill("one<mask:0>two <mask:2>!").strip().startswith("onetwo ")
+    assert infill("one<mask:0>two <mask:2>!").endswith("!")
+    assert infill("do<mask:9>").strip().startswith("do")
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -409,38 +429,47 @@ def test_watch_shows_the_masks_of_every_step(tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--prompt", "bababa" * 40], "window of 32"),
-        (["--prompt", "a", "--length", 32], "2 tokens"),
+        (["--mode", "diffusion", "--prompt", "bababa" * 40], "window of 32"),
+        (["--mode", "diffusion", "--prompt", "a", "--length", 31], "33 tokens"),
         (["--mode", "diffusion", "--prompt", "a", "--length", 10**10], "up to a million"),
         (["--mode", "diffusion", "--prompt", "a", "--length", 10**6], "1000002 tokens"),
         (["--mode", "infill", "--prompt", "a <mask:900000>"], "900003 tokens"),
         (["--mode", "infill", "--prompt", "a <mask:0>"], "nothing to fill in"),
         (["--mode", "infill", "--prompt", "a"], "nothing to fill in"),
         (["--prompt", "\udcff"], "UTF-8"),
-        (["--prompt_file", "latin1.txt"], "UTF-8"),
         (["--temperature", "nan"], "--temperature"),
         (["--top_p", 0], "--top_p"),
-        (["--length", 0], "--length"),
+        (["--length", -1], "--length"),
+        (["--num_samples", 0], "--num_samples"),
         (["--steps", -1], "--steps"),
         (["--seed", 2**63], "--seed"),
+        (["--prompt", "a", "b"], "unrecognized arguments: b"),
+        (["--prompts", "a"], "--prompts"),
     ],
 )
-def test_a_mistake_gets_one_line(flags, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+def test_a_mistake_gets_one_line(flags, message, tmp_path):
     error = call(sample, "--ckpt", save_checkpoint(tmp_path, seq_len=32), *flags)
     assert error.startswith("error: ")
     assert message in error
     assert "\n" not in error
 
 
-def test_prompt_and_prompt_file_exclude_each_other():
-    assert "not allowed with" in call(sample, "--prompt", "a", "--prompt_file", "b")
+@pytest.mark.parametrize("mode", ["ar", "prefix", "diffusion"])
+@pytest.mark.parametrize("seq_len", [2, 8, 100])
+def test_the_default_length_fits_every_model(seq_len, mode, tmp_path):
+    """64 tokens, past the window too; what is filled in must fit into the window."""
+    ckpt = save_checkpoint(tmp_path, seq_len=seq_len)
+    with mock.patch.object(sample, "draw", lambda logits, *_: torch.full((len(logits),), 84)):
+        text = call(sample, "--ckpt", ckpt, "--mode", mode, "--prompt", "")
+    n_tokens = min(64, seq_len - 1) if mode == "diffusion" else 64
+    assert len(text) == n_tokens + len("\n")
 
 
 def test_the_window_can_be_used_to_its_last_token(tmp_path):
     ckpt = save_checkpoint(tmp_path, seq_len=32)
-    assert call(sample, "--ckpt", ckpt, "--prompt", "a", "--length", 31).startswith("a")
+    flags = ["--ckpt", ckpt, "--mode", "diffusion", "--prompt", "a"]
+    assert call(sample, *flags, "--length", 30) == call(sample, *flags)
+    assert call(sample, *flags).startswith("a")
 
 
 def sample_in_a_process(ckpt, stdin, **more):
@@ -451,13 +480,12 @@ def sample_in_a_process(ckpt, stdin, **more):
     ).stdout
 
 
-def test_the_prompt_comes_from_a_flag_a_file_or_a_pipe(tmp_path):
+def test_the_prompt_comes_from_a_flag_or_a_pipe(tmp_path):
     ckpt = save_checkpoint(tmp_path)
     (tmp_path / "prompt.txt").write_text("ba do\n")
     flags = ["--ckpt", ckpt, "--length", 3, "--temperature", 0]
     text = call(sample, *flags, "--prompt", "ba do")
     assert text.startswith("ba do")
-    assert text == call(sample, *flags, "--prompt_file", tmp_path / "prompt.txt")
     with open(tmp_path / "prompt.txt") as pipe:
         assert text == sample_in_a_process(ckpt, pipe)
 
