@@ -53,7 +53,7 @@ def list_checkpoints(out_dir):
     """Return {step: file}, in the order of the steps."""
     files = {}
     for file in glob.glob(os.path.join(glob.escape(out_dir), "ckpt_*.pt")):
-        numbered = re.fullmatch(r"ckpt_(\d{1,15})\.pt", os.path.basename(file))
+        numbered = re.fullmatch(r"ckpt_(0|[1-9][0-9]{0,14})\.pt", os.path.basename(file))
         if numbered:
             files[int(numbered.group(1))] = file
     return dict(sorted(files.items()))
