@@ -54,8 +54,9 @@ def say(*text):
 
 
 # ---- the run directory: a new run, one to continue, or one that starts from another model --------
+# By torchrun, on any host: one that takes the place of a lost host is new itself.
+restarted = any_rank(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
 if rank == 0:
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
     lock = checkpoint.lock_run(s.out_dir, wait=restarted)
 any_rank(False)  # wait for the lock
 newest = checkpoint.newest_checkpoint(s.out_dir)
