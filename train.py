@@ -70,8 +70,9 @@ if newest:
     saved = checkpoint.load_checkpoint(newest)
     if saved.get("format") != checkpoint.CHECKPOINT_FORMAT:
         die(f"{newest} is of a run that only the version that began it can continue")
-    machine = {"device": s.device, "dtype": s.dtype}  # it may be another one now
-    s = make_settings(saved["settings"] | machine | named)
+    # The directory may have been moved, and this may be another machine.
+    here = {"out_dir": s.out_dir, "device": s.device, "dtype": s.dtype}
+    s = make_settings(saved["settings"] | here | named)
 elif s.init_from:
     saved = checkpoint.load_checkpoint(s.init_from)
 if s.init_from:  # also to continue: the run's own checkpoint has the same shape

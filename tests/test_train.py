@@ -279,13 +279,14 @@ def test_without_a_decay_the_rate_stays(corpus):
 
 
 def test_the_settings_of_a_run_are_the_defaults_of_its_continuation(whole, corpus):
-    """--resume and the directory are enough; what is named besides must agree."""
-    shutil.copytree(whole, corpus / "out/copy")
-    (corpus / "out/copy/ckpt_6.pt").unlink()
-    output = run("train.py", "--resume", "--out_dir=out/copy", cwd=corpus)
-    assert "continuing out/copy at step 4" in output
-    assert_same_bits(weights(whole), weights(corpus / "out/copy"))
-    changed = ["--resume", "--out_dir=out/copy", "--learning_rate=0.1"]
+    """--resume and the directory are enough, also of a copy; what is named besides must agree."""
+    copy = corpus / "out/run"  # the default of out_dir
+    shutil.copytree(whole, copy)
+    (copy / "ckpt_6.pt").unlink()
+    output = run("train.py", "--resume", cwd=corpus)
+    assert "continuing out/run at step 4" in output
+    assert_same_bits(weights(whole), weights(copy))
+    changed = ["--resume", "--out_dir=out/run", "--learning_rate=0.1"]
     error = run("train.py", *changed, cwd=corpus, code=1)
     assert "learning_rate was 0.007, is 0.1" in error
 
