@@ -82,11 +82,11 @@ if s.extra_head:
 
 # ---- data ----------------------------------------------------------------------------------------
 corpus = data.open_corpus(s.data_dir)
+if saved:
+    checkpoint.check_tokenizer(saved, corpus)
 fill_in(s, corpus.vocab_size, len(corpus.train.tokens))
 if newest:
     checkpoint.check_resumable(saved, s, corpus.files)
-elif saved:
-    checkpoint.check_tokenizer(saved, corpus)
 stream = data.Stream(corpus, s)
 n_val = len(corpus.val.tokens)
 if n_val <= s.seq_len:

@@ -356,7 +356,7 @@ def test_init_from_takes_the_model_and_refuses_other_tokens(whole, corpus, tmp_p
 
     text = "".join(f'{{"text": "other {i} words {i * i}"}}\n' for i in range(3000))
     (corpus / "other.jsonl").write_text(text)
-    arguments = ["--input", "other.jsonl", "--out", "data/other", "--vocab_size", "300"]
+    arguments = ["--input", "other.jsonl", "--out", "data/other", "--vocab_size", "310"]
     run("prepare.py", *arguments, cwd=corpus)
     arguments = flags(data_dir="data/other", out_dir="out/other", max_steps=8)
     error = run("train.py", *arguments, "--init_from=out/whole", cwd=corpus, code=1)
