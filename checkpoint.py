@@ -139,6 +139,14 @@ def check_resumable(checkpoint, s, files):
         die(f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}")
 
 
+def extends(checkpoint, s, files):
+    """Say whether a run goes on from the step of a checkpoint: it would have read the same text."""
+    if checkpoint.get("format") != CHECKPOINT_FORMAT or checkpoint["data"] != files:
+        return False
+    order = ["seed", "seq_len", "batch_size"]
+    return all(checkpoint["settings"][name] == getattr(s, name) for name in order)
+
+
 def adopt_model(checkpoint, s):
     """Give the settings of a run the shape of the model that it starts from."""
     for name in MODEL_SETTINGS:

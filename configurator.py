@@ -34,7 +34,7 @@ class Settings:
     # the run and its two objectives
     data_dir: str = "data/hplt"   # what prepare.py wrote
     out_dir: str = "out/run"      # checkpoints and log.jsonl go here
-    init_from: str = ""           # start from this model; on the same data, extend its run
+    init_from: str = ""           # start from this model; on the same data and batches, extend its run
     seed: int = 1                 # weights, data order and masks
     alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
     repetitions: float = 1.0      # R: how often a token is seen; 0: as max_steps takes all of them

@@ -131,10 +131,9 @@ step = 0
 records = []  # what log.jsonl holds
 running = {name: [0.0, 0.0] for name in data.OBJECTIVES}  # since then: sum of losses, sequences
 if saved:
-    is_run = saved.get("format") == checkpoint.CHECKPOINT_FORMAT
     try:
         model.load_state_dict(saved["model"])
-        if is_run and saved["data"] == corpus.files:  # go on with it; on other data, begin anew
+        if checkpoint.extends(saved, s, corpus.files):  # otherwise, a run of its own begins
             muon.load_momentum(saved["momentum"])
             # The moments are the checkpoint's; weight decay and the like are those of this run.
             groups = adamw.state_dict()["param_groups"]

@@ -363,6 +363,21 @@ def test_init_from_takes_the_model_and_refuses_other_tokens(whole, corpus, tmp_p
     assert "another tokenizer" in error
 
 
+def test_init_from_on_other_data_or_batches_begins_a_run_of_its_own(whole, corpus):
+    """At step 0, with its own log and count of tokens: what is there is the model."""
+    arguments = ["--input", "text.jsonl", "--out", "data/more", "--val_fraction", "0.3"]
+    run("prepare.py", *arguments, "--tokenizer", "data/tiny/tokenizer.json", cwd=corpus)
+    changes = [dict(data_dir="data/more"), dict(batch_size=16), dict(seq_len=16), dict(seed=2)]
+    for change in changes:
+        out = f"out/own_{'_'.join(change)}"
+        settings = dict(data_dir="data/tiny", max_steps=2, init_from="out/whole") | change
+        output = run("train.py", *flags(**settings, out_dir=out), cwd=corpus)
+        assert "starting from out/whole at step 0" in output
+        log = read_records(corpus / out)
+        assert [record["step"] for record in log] == [0, 1, 2]
+        assert log[0]["val_ar"] < 5.3  # the model of step 6, not one that knows nothing
+
+
 # Stands in for the package: writes down how it is called.
 WANDB = """
 import json
