@@ -34,7 +34,7 @@ class Settings:
     # the run and its two objectives
     data_dir: str = "data/hplt"   # what prepare.py wrote
     out_dir: str = "out/run"      # checkpoints and log.jsonl go here
-    init_from: str = ""           # start from this model; on the same data and batches, extend its run
+    init_from: str = ""           # start from this model; extend its run on the same data and batches
     seed: int = 1                 # weights, data order and masks
     alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
     repetitions: float = 1.0      # R: how often a token is seen; 0: as max_steps takes all of them
@@ -230,14 +230,15 @@ def parse_alpha(text):
     return Fraction(-1)
 
 
-def recommend_alpha(repetitions):
-    """Return the paper's Remarks 1 and 2 in one line, as a fraction with a small denominator.
+def recommend_alpha(repetitions, n_slots):
+    """Return the paper's Remarks 1 and 2 in one line, as a fraction that a run can schedule.
 
     63/64 up to 16 repetitions, then 16 repetitions of AR. (The paper leaves 16 < R <= 32 open. At
-    R = 32 this gives 1/2, where its best was 3/4.)
+    R = 32 this gives 1/2, where its best was 3/4.) A run of fewer than 64 slots has one of MD.
     """
-    alpha = Fraction(16 / max(repetitions, 1)).limit_denominator(64)
-    return min(max(alpha, Fraction(1, 64)), Fraction(63, 64))
+    finest = min(64, n_slots)
+    alpha = Fraction(16 / max(repetitions, 1)).limit_denominator(finest)
+    return min(max(alpha, Fraction(1, finest)), Fraction(finest - 1, finest))
 
 
 def fill_in(s, n_ids, n_tokens):
@@ -261,10 +262,10 @@ def fill_in(s, n_ids, n_tokens):
     elif s.repetitions == 0:
         s.repetitions = max(1.0, s.max_steps * s.batch_size / n_windows)
 
-    if s.alpha == "auto":
-        s.alpha = str(recommend_alpha(s.repetitions))
-    alpha = Fraction(s.alpha)
     run_slots = s.max_steps * s.batch_size // s.micro_batch_size
+    if s.alpha == "auto":
+        s.alpha = str(recommend_alpha(s.repetitions, run_slots))
+    alpha = Fraction(s.alpha)
     if alpha.denominator > run_slots:
         die(
             f"alpha {s.alpha} cannot be scheduled: it needs {alpha.denominator:,} slots, this run "

@@ -408,6 +408,13 @@ def test_alpha_auto_knows_the_repetitions_that_follow_from_the_data():
     assert s.alpha == "1/4"
 
 
+@pytest.mark.parametrize("slots, alpha", [(1, "0"), (2, "1/2"), (24, "23/24"), (65, "63/64")])
+def test_alpha_auto_suits_a_short_run(slots, alpha):
+    """A text of 20 KB has few slots; no number has to be typed for it."""
+    s = load("--max_steps=0", "--batch_size=1", "--micro_batch_size=1")
+    assert fill(s, n_tokens=slots * 2048).alpha == alpha
+
+
 def test_what_follows_from_the_data_is_refused_where_it_cannot(capsys):
     assert "one follows from the other" in refused(capsys, "--repetitions=0", "--max_steps=0")
     assert "vocab_size 299 is too small" in refused(capsys, "--vocab_size=299")
