@@ -35,7 +35,10 @@ def lock_run(out_dir, wait):
     With wait, block until it is free: after a restart, a process of the lost host may still hold
     it.
     """
-    os.makedirs(out_dir, exist_ok=True)
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        die(f"cannot train in {out_dir}: a file is in the way; --out_dir takes a directory")
     file = open(os.path.join(out_dir, ".lock"), "w")
     if fcntl is None:
         print(f"this system has no file locks: do not train in {out_dir} twice at once")
@@ -113,6 +116,10 @@ def load_checkpoint(path):
         if not {"model", "settings", "step", "tokenizer"} <= set(content):
             raise ValueError("it was not written by train.py or export.py, or has no tokenizer")
         return content
+    except FileNotFoundError:  # a run that goes on has just saved a newer one: take that
+        return load_checkpoint(path)
+    except PermissionError:  # it may be sound
+        raise
     except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
         reason = str(error).partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):
@@ -149,8 +156,9 @@ def extends(checkpoint, s, files):
 
 def adopt_model(checkpoint, s):
     """Give the settings of a run the shape of the model that it starts from."""
+    model = make_settings(checkpoint["settings"])
     for name in MODEL_SETTINGS:
-        setattr(s, name, checkpoint["settings"][name])
+        setattr(s, name, getattr(model, name))
     check(s)
 
 

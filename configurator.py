@@ -34,7 +34,7 @@ class Settings:
     # the run and its two objectives
     data_dir: str = "data/hplt"   # what prepare.py wrote
     out_dir: str = "out/run"      # checkpoints and log.jsonl go here
-    init_from: str = ""           # start from this model; extend its run on the same data and batches
+    init_from: str = ""           # start from this model; same data and batches: extend its run
     seed: int = 1                 # weights, data order and masks
     alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
     repetitions: float = 1.0      # R: how often a token is seen; 0: as max_steps takes all of them
@@ -127,6 +127,8 @@ def read_settings(argv, doc):
 
 def read_config(path):
     """Run a config file and return what it sets: its public numbers, strings and booleans."""
+    if os.path.isdir(path):
+        die(f"'{path}' is not a config file; to continue the run in it: --resume --out_dir={path}")
     if not os.path.isfile(path):
         die(f"no config file '{path}'{suggest(path, sorted(glob.glob('config/*.py')))}")
     try:
@@ -203,6 +205,8 @@ def check(s):
         s.alpha = str(alpha)
     both_open = s.max_steps == 0 and s.repetitions == 0
     ensure(not both_open, "repetitions", "above 0 if max_steps is 0: one follows from the other")
+    can_divide = s.repetitions == 0 or s.repetitions >= 1e-6
+    ensure(can_divide, "repetitions", "0, or at least 1e-6")
     even_heads = s.n_embd % (2 * s.n_head) == 0
     ensure(even_heads, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
     ensure(s.n_layer <= 1000, "n_layer", "at most 1000")

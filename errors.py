@@ -43,6 +43,10 @@ def report(kind, error, trace):
         sys.exit(f"error: {error}")
     if kind.__name__ == "OutOfMemoryError":  # torch's
         sys.exit(f"error: {OUT_OF_MEMORY}")
+    # torch's RuntimeErrors on a CPU, the second one for a size beyond 64 bits
+    refusals = ["can't allocate memory", "size calculation overflowed"]
+    if isinstance(error, MemoryError) or any(text in str(error) for text in refusals):
+        sys.exit("error: there is not enough memory: choose a smaller model or smaller batches")
     sys.__excepthook__(kind, error, trace)
 
 

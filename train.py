@@ -371,10 +371,10 @@ while True:
     step += 1
 
 pool.shutdown()
-if not last:
-    say(f"stopped at step {step}, saved; to continue: train.py --resume --out_dir={s.out_dir}")
-    sys.exit(128 + (stop_signal or signal.SIGTERM))  # 0: the signal came to another rank
 folder = shlex.quote(s.out_dir)
+if not last:
+    say(f"stopped at step {step}, saved; to continue: python train.py --resume --out_dir={folder}")
+    sys.exit(128 + (stop_signal or signal.SIGTERM))  # 0: the signal came to another rank
 say(f"done, see {s.out_dir}. Next:")
 say(f"  python eval.py --ckpt {folder}")
 say(f"  python sample.py --ckpt {folder}")

@@ -33,8 +33,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def die_in_save(number, point):
     """Kill this process in its `number`-th checkpoint.
 
-    The point is a share of the bytes written, or "before link 1", "after replace 2" and so on: a
-    call of one of the functions of `os` that a checkpoint uses, counted from there.
+    The point is a share of the bytes written, or the first call after that of one of the functions
+    of `os` that a checkpoint uses: "before fsync", "after replace", "after remove".
     """
     import torch
 
@@ -55,30 +55,17 @@ def die_in_save(number, point):
             kill()
 
         file.write(whole.getvalue())
-        when, name, last_call = point.split()
+        when, name = point.split()
         function = getattr(os, name)
-        calls = itertools.count(1)
 
         def call_and_die(*arguments):
-            is_last = next(calls) == int(last_call)
-            if is_last and when == "before":
-                kill()
-            function(*arguments)
-            if is_last:
-                kill()
+            if when == "after":
+                function(*arguments)
+            kill()
 
         setattr(os, name, call_and_die)
 
     torch.save = save_and_die
-
-
-def no_hard_links():
-    """Refuse them, as some file systems do."""
-
-    def link(*_):
-        raise PermissionError("Operation not permitted")
-
-    os.link = link
 
 
 def bad_gradient(step, where, value):
@@ -100,20 +87,15 @@ def bad_gradient(step, where, value):
         precede(device, "all_reduce_gradients", spoil_embedding)
 
 
-def slow_step(step, seconds):
-    """Sleep in the middle of a step."""
+def wait_in_step(step, path):
+    """Wait in the middle of a step until there is a file."""
     import muon
 
-    def sleep(number, optimizer):
-        if number == step:
-            time.sleep(seconds)
+    def wait(number, optimizer):
+        while number == step and not os.path.exists(path):
+            time.sleep(0.01)
 
-    precede(muon.Muon, "step", sleep)
-
-
-def stopped_clock():
-    """Stop the clock of the day, which anyone may set; or let it tick too seldom."""
-    time.time = lambda: 0.0
+    precede(muon.Muon, "step", wait)
 
 
 def full_disk(n_bytes):
@@ -121,6 +103,29 @@ def full_disk(n_bytes):
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
+
+
+def little_memory(n_bytes):
+    """Let this process address no more than so much memory."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+
+
+def set_variable(name, value):
+    """Change the environment of one rank alone."""
+    os.environ[name] = value
+
+
+def report_lock():
+    """Print a line before waiting for a lock."""
+    import fcntl
+
+    def tell(number, file, how):
+        if how == fcntl.LOCK_EX:
+            print("waiting for a lock", flush=True)
+
+    precede(fcntl, "flock", tell)
 
 
 def group_timeout(seconds):
@@ -277,7 +282,7 @@ class Launcher:
             pids.append(self.start(*job, fault=fault, **environment, **group, **place))
         return pids
 
-    def wait(self, pid, seconds=120):
+    def wait(self, pid, seconds=600):
         """Return the exit status, or None if the process is still running after so long."""
         status = self.ask(wait=pid, seconds=seconds)
         if status is not None:

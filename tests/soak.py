@@ -6,7 +6,7 @@ The long form of the fault tests. pytest runs short forms of its parts, in test_
     python tests/soak.py inputs --readers corpora,tasks
     python tests/soak.py exits --runs 300
 
-kills:  end small runs at random moments, in every way there is; resume them; compare the result
+kills:  end small runs at random moments, in every way there is; continue them; compare the result
         with a run that was left in peace.
 inputs: give each reader damaged and hostile files. It must read them rightly, or refuse them in
         one line.
@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 import torch
 
-from conftest import ROOT, flags, prose, read_log, run
+from checkpoint import list_checkpoints
+from conftest import ROOT, flags, prose, read_records, run
 from faults import Launcher
 from fuzz import READERS, fuzz
 
@@ -41,11 +42,13 @@ STEPS = 24
 RUN = dict(
     data_dir="data/tiny",
     max_steps=STEPS,
-    decay_steps=8,
+    decay=1 / 3,
     eval_interval=6,
     save_interval=3,
-    keep=3,
+    milestones="5,9",
+    resume=True,
 )
+STAY = {5, 9, 16, 24}  # the steps whose checkpoints a finished run leaves
 
 
 def prepare_corpus(folder):
@@ -62,7 +65,7 @@ def read_checkpoint(path):
 
 def read_losses(folder):
     """Return the log without what depends on the machine."""
-    records = read_log(folder)
+    records = read_records(folder)
     for record in records:
         record.pop("tok_per_s", None)
     return records
@@ -86,16 +89,21 @@ ENDS = {
     "in a checkpoint": {-signal.SIGKILL, 1},
     "one of several ranks": {-signal.SIGKILL, 1},
 }
-POINTS = ["before fsync 1", "before link 1", "after link 1", "after link 2"]
-POINTS += ["before replace 1", "after replace 1", "after replace 2", "after replace 3"]
+POINTS = ["before fsync", "before replace", "after replace", "before remove", "after remove"]
 
 
 class Peace(NamedTuple):
     """A run that nobody disturbed."""
 
-    weights: dict
+    weights: dict  # {step: those of the checkpoint}
     losses: list
     seconds: float
+
+
+def read_weights(out):
+    """Return {step: weights} of the checkpoints that a run has left."""
+    files = list_checkpoints(out)
+    return {step: read_checkpoint(file)["model"] for step, file in files.items()}
 
 
 def run_in_peace(launcher, folder):
@@ -105,14 +113,15 @@ def run_in_peace(launcher, folder):
     pid = launcher.start("train.py", flags(**RUN, out_dir="out/peace"), folder, output)
     assert launcher.wait(pid) == 0, output.read_text()
     seconds = time.time() - start
-    weights = read_checkpoint(folder / "out/peace/ckpt.pt")["model"]
+    weights = read_weights(folder / "out/peace")
+    assert weights.keys() == STAY
     return Peace(weights, read_losses(folder / "out/peace"), seconds)
 
 
 class KillSeries:
-    """Runs that are killed at random moments and resumed, until they are finished.
+    """Runs that are killed at random moments and continued, until they are finished.
 
-    A run starts and resumes on the numbers of processes in `worlds`, in turn.
+    A run begins and goes on with the numbers of processes in `worlds`, in turn.
     """
 
     def __init__(self, launcher, folder, peace, seed, worlds=(1,)):
@@ -126,14 +135,14 @@ class KillSeries:
         self.kills = collections.Counter()  # by their kind
         self.damaged = 0  # checkpoints that could not be read after a kill
         self.slowest_end = 0.0  # seconds from a kill until the last rank had ended
-        self.difference = 0.0  # the largest, of final weights from those of the run in peace
+        self.difference = 0.0  # the largest, of weights from those of the run in peace
 
     def __str__(self):
         return (
             f"{self.kills.total()} kills {dict(self.kills)} of {self.runs} runs on "
             f"{', '.join(map(str, self.worlds))} processes in turn: {self.damaged} damaged "
             f"checkpoints, all ended within {self.slowest_end:.1f} s, "
-            f"final weights differ by {self.difference:.1e}"
+            f"the weights of all checkpoints left differ by {self.difference:.1e}"
         )
 
     def kill(self, n_kills, say=None):
@@ -160,15 +169,13 @@ class KillSeries:
         return self.rng.choice(kinds)
 
     def finishes(self, out, world, kind):
-        """Start or resume a run and kill it; say whether it has finished before."""
+        """Begin or continue a run and kill it; say whether it has finished before."""
         newest = self.find_newest(out)
-        settings = RUN | dict(
-            out_dir=out.relative_to(self.folder), resume=any(out.glob("ckpt*.pt"))
-        )
+        settings = RUN | dict(out_dir=out.relative_to(self.folder))
         output = out.with_suffix(".txt")
         output.parent.mkdir(exist_ok=True)
         # A rank that waits for one that never came would wait for minutes.
-        faults = {rank: ["group_timeout", 30] for rank in range(world)}
+        faults = {rank: ["group_timeout", 60] for rank in range(world)}
         if kind == "in a checkpoint":
             point = self.rng.choice([self.rng.random(), *POINTS])
             faults[0] = ["die_in_save", self.rng.randint(1, 3), point]
@@ -204,21 +211,23 @@ class KillSeries:
 
     def find_newest(self, out):
         """Return the step of a run's newest checkpoint, or 0; try to read all of them."""
-        for file in out.glob("ckpt*.pt"):
+        steps = list_checkpoints(out)
+        for step, file in steps.items():
             try:
-                read_checkpoint(file)
+                assert read_checkpoint(file)["step"] == step
             except Exception as error:
                 print(f"\n{file} is damaged: {error}")
                 self.damaged += 1
-        newest = out / "ckpt.pt"
-        return read_checkpoint(newest)["step"] if newest.exists() else 0
+        return max(steps, default=0)
 
     def check_finished(self, out):
         """Compare a run that was killed with the one in peace."""
         losses = read_losses(out)
+        weights = read_weights(out)
         assert losses[-1]["done"]
         assert not list(out.glob("*.tmp*")), "something is left of an unfinished checkpoint"
-        distance = difference(self.peace.weights, read_checkpoint(out / "ckpt.pt")["model"])
+        assert weights.keys() >= STAY
+        distance = max(difference(self.peace.weights[step], weights[step]) for step in STAY)
         self.difference = max(self.difference, distance)
         if self.worlds == (1,):
             assert distance == 0 and losses == self.peace.losses, f"{out} is another run"

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from checkpoint import load_checkpoint
-from conftest import flags, prose, run, tiny_settings, torchrun
-from data import Stream, fingerprint, open_corpus
+from conftest import flags, prose, run, torchrun
+from data import fingerprint
 from faults import Launcher
 
 
 # ---- changes to a folder, before a script is run in it -------------------------------------------
-# The folder holds data/tiny and a finished run in out/run: ckpt.pt of step 6, ckpt_decay.pt of 4.
+# The folder holds data/tiny and a finished run in out/run, with ckpt_4.pt and ckpt_6.pt.
 def write(path, content):
     def change(folder):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -89,10 +89,10 @@ def swap_documents(content):
 
 
 def edit_checkpoint(function):
-    """Change what out/run/ckpt.pt holds; its checksums are right."""
+    """Change what out/run/ckpt_6.pt holds; its checksums are right."""
 
     def change(folder):
-        path = folder / "out/run/ckpt.pt"
+        path = folder / "out/run/ckpt_6.pt"
         content = torch.load(path, weights_only=True)
         function(content)
         torch.save(content, path)
@@ -116,13 +116,13 @@ def weights_alone(content):
 
 
 def unfinished(folder):
-    """Take the run back to step 4, so that there is something to resume."""
-    os.replace(folder / "out/run/ckpt_decay.pt", folder / "out/run/ckpt.pt")
+    """Take the run back to step 4, so that there is something to do."""
+    (folder / "out/run/ckpt_6.pt").unlink()
 
 
 def compress(folder):
     """Make a checkpoint that is small, but could unpack to anything."""
-    path = folder / "out/run/ckpt.pt"
+    path = folder / "out/run/ckpt_6.pt"
     content = torch.load(path, weights_only=True)
     torch.save(content | {"model": {"x": torch.zeros(10**6)}}, path)
     with zipfile.ZipFile(path) as archive:
@@ -172,13 +172,26 @@ SETTINGS = {
     "alpha above 1": train("'alpha' must be a share from 0 to 1", alpha="65/64"),
     "alpha too long": train("'alpha' must be a share from 0 to 1", alpha="1e999999999"),
     "alpha too fine": train("the nearest that can is 1", alpha="8191/8192"),
-    "rate too long": train("'learning_rate' is float", learning_rate="1" + "0" * 400),
-    "nested too deeply": train("'seed' is int", seed="-" * 9999 + "1"),
+    "rate too long": train("'learning_rate' must be from 0 to 1e15", learning_rate="1" + "0" * 400),
+    "nested too deeply": train("--seed: expected int", seed="-" * 9999 + "1"),
+    "too few repetitions": train("'repetitions' must be 0, or at least 1e-6", repetitions=1e-320),
     "too many layers": train("'n_layer' must be at most 1000", n_layer=10**12),
     "too little to validate": train("'seq_len' must be from 2 to eval_tokens 31", eval_tokens=31),
     "unknown device": train("this machine has no 'gpu', only: ", device="gpu"),
     "nothing asked for": script("train.py", "which run?"),
     "no such config": script("train.py config/demmo.py", "no config file 'config/demmo.py'"),
+    "a run as a config": script("train.py --resume out/run", "--resume --out_dir=out/run"),
+    "one dash": script("train.py -alpha=1", "write --alpha, with two dashes"),
+    "--config": script("train.py --config a.py", "a config file needs no flag"),
+    "too wide a model": train("not enough memory", n_embd=10**8, fault=["little_memory", 2**36]),
+    "beyond 64 bits": train("not enough memory", n_embd=10**15, vocab_size=10**5),
+    "too large a batch": train(
+        "not enough memory",
+        batch_size=10**12,
+        repetitions=0,
+        eval_interval=0,
+        fault=["little_memory", 2**36],
+    ),
     "diverged": train("not finite at step 1", learning_rate=1e15, save_interval=1),
 }
 for name in ("cuda", "mps"):
@@ -189,9 +202,8 @@ if not importlib.util.find_spec("wandb"):
 
 TINY = "data/tiny"
 DATA = {
-    "none": train(
-        "make it with: python prepare.py [--input FILES --out data/x]", data_dir="data/x"
-    ),
+    "none": train("data/x is not a prepared folder, meta.json is missing", data_dir="data/x"),
+    "a text": train("make one with: python prepare.py", write("a.txt", b"a"), data_dir="a.txt"),
     "train.bin truncated": train(f"{TINY}/train.bin is not as", truncate(f"{TINY}/train.bin")),
     "train.bin flipped": train(f"{TINY}/train.bin is not as", flip(f"{TINY}/train.bin")),
     "train.idx flipped": train(f"{TINY}/train.idx is not as", flip(f"{TINY}/train.idx")),
@@ -211,8 +223,8 @@ DATA = {
     "no tokens": train("is damaged", forge("train.bin", lambda content: b"")),
     "not a tokenizer": train("is damaged", forge("tokenizer.json", lambda content: b"{}")),
     "vocabulary too small": train("vocab_size 299 is too small", vocab_size=299),
-    "too few tokens": train("raise repetitions to at least ", max_steps=10000),
-    "below a window": train("not even one window fits", seq_len=10**6, eval_tokens=10**6),
+    "too few tokens": train("lower max_steps, or raise repetitions", max_steps=10000),
+    "below a window": train("less than one window of", seq_len=10**6, eval_tokens=10**6),
     "nothing held out": train(
         "held-out tokens, less than one window",
         seq_len=40000,
@@ -221,21 +233,23 @@ DATA = {
     ),
 }
 
-OLDER = "you can copy an older one over it: out/run/ckpt_decay.pt"
+OLDER = "remove it to go on from out/run/ckpt_4.pt"
+EARLIER = "is of a run that only the version that began it can continue"
 RUN_DIRECTORY = {
     "taken": train("out/run holds a run already: continue it with --resume", out_dir="out/run"),
-    "a file in the way": train("out/new", write("out/new", b"mine")),
+    "a file in the way": train("--out_dir takes a directory", write("out/new", b"mine")),
+    "within a file": train("--out_dir takes a directory", out_dir="data/tiny/train.bin/run"),
     "in use": resume("another process is training in out/run", lock),
-    "nothing to resume": resume("there is no checkpoint in out/new", out_dir="out/new"),
+    "nothing to continue": script("train.py --resume --out_dir=out/new", "no run in out/new"),
     "another rate": resume("learning_rate was 0.007, is 0.5", unfinished, learning_rate=0.5),
     "another shape": resume("n_layer was 2, is 3", unfinished, n_layer=3),
     "other data": resume("the data in data/tiny", unfinished, forge("train.bin", fill_tokens)),
     "another tokenizer": resume(
         "the data in data/tiny", unfinished, forge("tokenizer.json", lambda content: content + b" ")
     ),
-    "truncated": resume(OLDER, truncate("out/run/ckpt.pt")),
-    "flipped": resume(OLDER, flip("out/run/ckpt.pt")),
-    "directory flipped": resume(OLDER, flip("out/run/ckpt.pt", where=0.999)),
+    "truncated": resume(OLDER, truncate("out/run/ckpt_6.pt")),
+    "flipped": resume(OLDER, flip("out/run/ckpt_6.pt")),
+    "directory flipped": resume(OLDER, flip("out/run/ckpt_6.pt", where=0.999)),
     "something else": resume(OLDER, edit_checkpoint(dict.clear)),
     "compressed": resume("it is compressed", compress),
     "too little momentum": resume(
@@ -243,21 +257,21 @@ RUN_DIRECTORY = {
     ),
     "other weights": resume("is of another model", edit_checkpoint(other_shape)),
     "no momentum": resume("momentum", edit_checkpoint(lambda content: content.pop("momentum"))),
-    "weights alone": resume("cannot resume out/run", edit_checkpoint(weights_alone)),
+    "weights alone": resume(EARLIER, edit_checkpoint(weights_alone)),
     "of other code": resume(
         "dropout was 0.1",
         edit_checkpoint(lambda content: content["settings"].update(dropout=0.1)),
     ),
     "of an earlier version": resume(
-        "an earlier version of this code has begun this run",
-        edit_checkpoint(lambda content: content.update(format=1, step=5)),
+        EARLIER, edit_checkpoint(lambda content: content.update(format=2))
     ),
-    "nothing to start from": train("no checkpoint out/none", init_from="out/none"),
+    "nothing to start from": train("no file or directory out/none", init_from="out/none"),
+    "a text to start from": train("is damaged", write("a.txt", b"a"), init_from="a.txt"),
 }
 
 FULL_DISKS = {
     "at a checkpoint": resume(
-        "could not write ckpt.pt in out/run; the one before is intact",
+        "could not write ckpt_6.pt in out/run; the one before is intact",
         unfinished,
         fault=["full_disk", 100_000],
     ),
@@ -454,7 +468,7 @@ def test_a_mistake_is_one_line_and_harms_nothing(name, result):
     assert "Traceback" not in output
 
     for path, content in result.before.items():
-        rewritten = path.name == "log.jsonl" and "resuming" in output
+        rewritten = path.name == "log.jsonl" and "continuing" in output
         assert rewritten or result.after[path] == content, f"{path} has changed"
     for path in result.after.keys() - result.before.keys():
         assert ".tmp" not in path.name and "unfinished" not in str(path), f"{path} is left"
@@ -498,36 +512,13 @@ def test_ranks_that_fail_together_print_one_line(finished):
     (error,) = re.findall("^error: .*", output, re.MULTILINE)
     assert "2 processes cannot share 1 slots" in error
     assert 'train.py", line' not in output
-    assert not (finished / "out/new").exists()
-
-
-# ---- what a message advises is right -------------------------------------------------------------
-@pytest.mark.parametrize("max_steps", [997, 1500, 4321, 10**5])
-def test_the_repetitions_asked_for_are_the_least_that_work(finished, max_steps):
-    corpus = open_corpus(str(finished / "data/tiny"))
-    with pytest.raises(SystemExit) as error:
-        Stream(corpus, tiny_settings(max_steps=max_steps, repetitions=1))
-    least = int(re.search(r"raise repetitions to at least (\d+)", str(error.value)).group(1))
-    Stream(corpus, tiny_settings(max_steps=max_steps, repetitions=least))
-    with pytest.raises(SystemExit):
-        Stream(corpus, tiny_settings(max_steps=max_steps, repetitions=least - 1))
-
-
-def test_the_max_steps_advised_are_the_most_that_work(finished):
-    corpus = open_corpus(str(finished / "data/tiny"))
-    with pytest.raises(SystemExit) as error:
-        Stream(corpus, tiny_settings(max_steps=10**5, repetitions=3))
-    most = int(re.search(r"lower max_steps to (\d+)", str(error.value)).group(1))
-    Stream(corpus, tiny_settings(max_steps=most, repetitions=3))
-    with pytest.raises(SystemExit):
-        Stream(corpus, tiny_settings(max_steps=most + 1, repetitions=3))
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 def test_a_checkpoint_with_any_byte_changed_is_refused_or_the_same(finished, tmp_path):
     """Headers, checksums, tensors: whichever byte is hit, no other weight is read."""
     sound = load_checkpoint(str(finished / "out/run"))["model"]
-    content = bytearray((finished / "out/run/ckpt.pt").read_bytes())
+    content = bytearray((finished / "out/run/ckpt_6.pt").read_bytes())
     path = tmp_path / "ckpt.pt"
     size = len(content)
     for position in [*range(0, size, size // 100), *range(size - 150, size)]:
@@ -541,3 +532,28 @@ def test_a_checkpoint_with_any_byte_changed_is_refused_or_the_same(finished, tmp
         else:
             for name, weight in sound.items():
                 assert torch.equal(found[name], weight), position
+
+
+def test_a_checkpoint_that_a_running_job_replaces_is_not_called_damaged(
+    finished, tmp_path, monkeypatch
+):
+    """It is gone when it is to be read, but a newer one is there."""
+    shutil.copytree(finished / "out/run", tmp_path / "run")
+    load = torch.load
+
+    def replace_and_load(file, **options):
+        monkeypatch.undo()
+        os.replace(file, tmp_path / "run/ckpt_8.pt")
+        return load(file, **options)
+
+    monkeypatch.setattr("torch.load", replace_and_load)
+    assert load_checkpoint(str(tmp_path / "run"))["step"] == 6
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(finished, monkeypatch):
+    def refuse(file):
+        raise PermissionError(13, "Permission denied", file)
+
+    monkeypatch.setattr("zipfile.ZipFile", refuse)
+    with pytest.raises(PermissionError):
+        load_checkpoint(str(finished / "out/run"))
