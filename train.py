@@ -79,6 +79,11 @@ if s.init_from:  # also to continue: the run's own checkpoint has the same shape
     checkpoint.adopt_model(saved, s)
 if s.extra_head:
     die("extra_head is for reading the released models; it cannot be trained")
+if device == "cuda" and s.compile and s.n_embd < 16 * s.n_head:
+    die(
+        f"heads are {s.n_embd // s.n_head} wide, but compiled attention on a GPU needs at least "
+        "16: lower n_head, or use --compile=False"
+    )
 
 # ---- data ----------------------------------------------------------------------------------------
 corpus = data.open_corpus(s.data_dir)

@@ -1,11 +1,13 @@
-"""The choice of a device and of its type, and the one line about a GPU whose memory is full."""
+"""The choice of a device and of its type; one line for what a GPU cannot do or has no room for."""
 
+import os
+import runpy
 import sys
 
 import pytest
 import torch
 
-from conftest import ROOT, run
+from conftest import ROOT, flags, run
 from device import choose_device
 
 
@@ -80,6 +82,25 @@ def test_attention_does_not_go_through_cudnn(gpus):
     calls = gpus(1, True)
     choose_device()
     assert ("cudnn", False) in calls
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(n_head=4), "heads are 8 wide, but compiled attention on a GPU needs at least 16"),
+        (dict(n_head=2), "nowhere is not a prepared folder"),  # the next thing that is wrong
+        (dict(n_head=4, compile=False), "nowhere is not a prepared folder"),
+    ],
+)
+def test_heads_that_are_too_narrow_for_a_gpu_are_one_line(
+    gpus, tmp_path, monkeypatch, changes, message
+):
+    gpus(1, True)
+    settings = dict(n_embd=32, compile=True, data_dir="nowhere", out_dir=str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags(**(settings | changes))])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # train.py sets its own
+    with pytest.raises(SystemExit, match=message):
+        runpy.run_path(os.path.join(ROOT, "train.py"), run_name="__main__")
 
 
 def test_a_full_gpu_is_one_line_that_names_the_setting(tmp_path):
