@@ -3,7 +3,7 @@
 #       --vocab_size 8192
 #   python train.py config/babylm.py
 # 31M parameters. 16 slots of 16 sequences x 512 tokens = 131,072 tokens a step.
-# alpha: "auto" would be 63/64 at 10 repetitions. 15/16 gives masks four times as many sequences, and
+# alpha: "auto" would be 63/64 at 10 repetitions. 15/16 gives MD four times as many sequences, and
 # costs AR nothing at 226k parameters (NOTES.md). Not run at this size by us.
 import json
 import os
