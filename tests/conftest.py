@@ -107,7 +107,7 @@ def run(*command, cwd, code=0, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=900,  # a loaded machine takes its time
     )
     failed = f"{command} ended with {result.returncode}:\n{result.stdout}"
     assert code is None or result.returncode == code, failed

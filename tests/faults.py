@@ -164,6 +164,20 @@ def report_threads():
     atexit.register(count)  # what is registered first is called last
 
 
+def lose_rank(rank, step):
+    """Kill a rank of torchrun's at a step, but not again after a restart; report threads too."""
+    import muon
+
+    def kill(number, optimizer):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    report_threads()
+    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if is_first_start and os.environ["RANK"] == str(rank):
+        precede(muon.Muon, "step", kill)
+
+
 def precede(owner, name, action):
     """Call action(number, *arguments) before each call of a function; the first has number 0."""
     function = getattr(owner, name)
