@@ -26,11 +26,11 @@ eval_tokens = 1048576
 save_interval = 100
 log_interval = 10
 
-# The challenge asks for checkpoints after 1M, 2M, ... 10M, 20M, ... 100M words.
+# The challenge asks for checkpoints after 1M, 2M, ... 10M, 20M, ... 100M words; the last is the end.
 _meta = os.path.join(data_dir, "meta.json")
 if os.path.exists(_meta):
     with open(_meta) as _file:
         _train = json.load(_file)["train"]
     _words_per_step = batch_size * seq_len * _train["words"] / _train["tokens"]
-    _millions = [*range(1, 10), *range(10, 101, 10)]
-    milestones = ",".join(str(round(m * 1e6 / _words_per_step)) for m in _millions)
+    _words = [m * 10**6 for m in (*range(1, 10), *range(10, 100, 10))]
+    milestones = ",".join(str(round(n / _words_per_step)) for n in _words)
