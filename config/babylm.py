@@ -2,7 +2,7 @@
 #   python prepare.py --input 'train_10M/*.train' --val 'dev/*.dev' --out data/babylm \
 #       --vocab_size 8192
 #   python train.py config/babylm.py
-# 31M parameters. 16 slots of 16 sequences x 512 tokens = 131,072 tokens a step.
+# 31M parameters. 8 slots of 16 sequences x 512 tokens = 65,536 tokens a step.
 # alpha: "auto" would be 63/64 at 10 repetitions. 15/16 gives MD four times as many sequences, and
 # costs AR nothing at 226k parameters (NOTES.md). Not run at this size by us.
 import json
@@ -19,14 +19,14 @@ seq_len = 512
 alpha = "15/16"
 repetitions = 10
 max_steps = 0
-batch_size = 256
+batch_size = 128
 micro_batch_size = 16
 eval_interval = 100
 eval_tokens = 1048576
 save_interval = 100
 log_interval = 10
 
-# The challenge asks for checkpoints after 1M, 2M, ... 10M, 20M, ... 100M words; the last is the end.
+# The challenge asks for checkpoints after 1M, 2M, ... 10M, 20M, ... 100M words, the end.
 _meta = os.path.join(data_dir, "meta.json")
 if os.path.exists(_meta):
     with open(_meta) as _file:
