@@ -132,7 +132,7 @@ class Stream:
         self.tokens = tokens
         self.T = s.seq_len
         # Rounded first: W itself must come out where repetitions were computed as n_windows / W.
-        self.W = math.ceil(round(n_windows / s.repetitions, 6))
+        self.W = max(1, math.ceil(round(n_windows / s.repetitions, 6)))
         self.epoch = None
 
         n_tokens = self.W * self.T

@@ -32,7 +32,7 @@ import data
 import export
 import prepare
 import tasks
-from conftest import prose, random_model, tiny_settings
+from conftest import flags, prose, random_model, tiny_settings
 from tokenizer import read_tokenizer
 
 ODD_VALUES = [None, True, -1, 0, 10**30, -(2**63), 0.5, 1e308, float("nan"), float("inf")]
@@ -233,6 +233,7 @@ def checkpoints(folder):
         only_damaged = save_spoiled(content, path, Bomb(folder), rng)
         trained = checkpoint.load_model(str(path), "cpu")
         trained.tokenizer.encode("a <mask> b")
+        checkpoint.adopt_model(trained.checkpoint, tiny_settings())
         if only_damaged:
             for name, tensor in trained.model.state_dict().items():
                 assert torch.equal(tensor, content["model"][name]), "other weights"
@@ -459,7 +460,8 @@ ODD_SETTINGS += ["(" * 300, "__import__('os').getpid()"]
 
 
 def settings(folder):
-    """Read command lines: what is accepted is of the right type and in range, and checks again."""
+    """Read command lines: what is accepted is in range, and its stream of data can be laid out."""
+    corpus = data.open_corpus(str(folder / "data/tiny"))
     defaults = vars(configurator.Settings())
 
     def read(rng):
@@ -474,7 +476,8 @@ def settings(folder):
                 value = damage(value.encode("utf-8", "surrogatepass"), rng).decode("latin-1")
             argv += rng.choice([[f"--{name}={value}"], [f"--{name}", value], [f"--{name}"]])
 
-        s = configurator.load_settings(argv, "")
+        s = configurator.make_settings(configurator.read_settings([*flags(), *argv], ""))
+        configurator.fill_in(s, corpus.vocab_size, len(corpus.train.tokens))
         for name, default in defaults.items():
             value = getattr(s, name)
             assert type(value) is type(default), (argv, name)
@@ -483,8 +486,11 @@ def settings(folder):
         assert re.fullmatch(r"\d+(/\d+)?", s.alpha) and 0 <= Fraction(s.alpha) <= 1, argv
         assert s.batch_size % s.micro_batch_size == 0, argv
         assert s.n_embd % (2 * s.n_head) == 0, argv
-        again = configurator.check(configurator.Settings(**vars(s)))
+        again = configurator.make_settings(vars(s))
+        configurator.fill_in(again, corpus.vocab_size, len(corpus.train.tokens))
         assert vars(again) == vars(s), argv
+        stream = data.Stream(corpus, s)
+        assert len(stream.window(s.max_steps * s.batch_size - 1)) == s.seq_len + 1, argv
 
     return read
 

@@ -89,6 +89,13 @@ def test_fewer_repetitions_extend_the_unique_subset():
     assert set(small.doc_starts) <= set(large.doc_starts)
 
 
+def test_at_least_one_window_is_unique():
+    """However many repetitions are asked for: the run reads it again and again."""
+    stream = make_stream(repetitions=10**9)
+    assert stream.W == 1
+    assert sorted(stream.window(0)) == sorted(stream.window(47))
+
+
 def test_too_small_a_corpus_says_what_would_fit():
     corpus = traceable_corpus(20)
     with pytest.raises(SystemExit, match="raise repetitions .0 takes all of the text"):
