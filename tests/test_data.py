@@ -143,6 +143,20 @@ def test_validation_scores_the_same_targets_in_both_modes():
     assert n == 30  # whole batches
 
 
+@pytest.mark.parametrize("n_windows", [1, 2, 3, 5, 8, 20])
+def test_few_held_out_windows_measure_eq_4_too(n_windows):
+    """Their mask counts lie on a fine grid: the mean of a steep curve is its integral."""
+    s = tiny_settings(vocab_size=65535, eval_tokens=n_windows * 32)
+    shares, masked = [], []
+    for ar, md in data.val_batches(traceable_corpus(100), s):
+        assert (ar.targets == md.targets).all()
+        masked += (md.inputs == MASK).tolist()
+        shares += ((md.inputs == MASK).sum(1) / ar.weights.sum(1)).tolist()
+    assert len(shares) == data.count_val_sequences(traceable_corpus(100), s) >= 8
+    assert len({tuple(row) for row in masked}) == len(masked)  # not the same masks again
+    assert np.mean(np.array(shares) ** 3) == pytest.approx(1 / 4, abs=0.04)
+
+
 def test_validation_is_the_same_whatever_the_seed():
     corpus = traceable_corpus(100)
     pairs = [list(data.val_batches(corpus, tiny_settings(seed=seed))) for seed in (1, 7)]
