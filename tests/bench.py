@@ -117,7 +117,7 @@ def make_stream(tokens, document_length, s):
     """Return the stream over tokens that are cut into documents of one length."""
     starts = np.arange(0, len(tokens) + 1, document_length, dtype=np.uint64)
     split = Split(tokens, starts)
-    return Stream(Corpus(split, split, "", SPECIAL, {}), s)
+    return Stream(Corpus(split, split, "", s.vocab_size, SPECIAL, {}), s)
 
 
 def make_batches(s):
