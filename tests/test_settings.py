@@ -268,7 +268,7 @@ def test_mistakes_in_a_file(config, capsys, text, phrase):
         ("--eval_tokens=2047", "'seq_len' must be from 2 to eval_tokens 2047; got 2048"),
         ("--dtype=float16", "'dtype' must be auto, float32 or bfloat16; got float16"),
         ("config/dmo.py", "no config file 'config/dmo.py', did you mean 'config/demo.py'?"),
-        ("config", "no config file 'config'"),
+        ("config", "'config' is not a config file; to continue the run in it: --resume"),
         ("demo", "no config file 'demo'; there are: config/"),
     ],
 )
