@@ -29,6 +29,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import warnings
@@ -193,6 +194,8 @@ def call(folder, script, *flags):
     """Run a script of this project; if it fails, raise its last line."""
     command = [sys.executable, Path(__file__).with_name(script), *flags]
     child = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    if child.returncode in (128 + signal.SIGINT, -signal.SIGINT):  # it may have seen Ctrl-C first
+        raise KeyboardInterrupt
     if child.returncode != 0:
         lines = child.stderr.decode(errors="replace").splitlines()
         reason = lines[-1] if lines else f"{script} ended with status {child.returncode}"
