@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 
+import conftest  # noqa: F401  from here on the project's modules can be found
 from checkpoint import list_checkpoints
 from conftest import ROOT, flags, prose, read_records, run
 from faults import Launcher
