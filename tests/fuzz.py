@@ -566,14 +566,14 @@ def silence():
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raise TimeoutError in the code below after so long."""
+    """Raise TimeoutError in the code below after so many seconds of processor time."""
 
     def stop(*_):
         raise TimeoutError(f"no answer within {seconds} seconds")
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
