@@ -32,8 +32,7 @@ except ImportError:  # Windows
 def lock_run(out_dir, wait):
     """Lock a run directory for as long as this process lives; return the open lock file.
 
-    With wait, block until it is free: after a restart, a process of the lost host may still hold
-    it.
+    With wait, block until it is free: after a restart, a lost process may still hold it.
     """
     try:
         os.makedirs(out_dir, exist_ok=True)
@@ -72,7 +71,7 @@ def newest_checkpoint(out_dir):
 
 # ---- writing and reading checkpoints -------------------------------------------------------------
 def save_checkpoint(content, out_dir, stay=()):
-    """Write ckpt_STEP.pt: it is complete or absent. Then remove older ones, but those that stay."""
+    """Write ckpt_STEP.pt, complete or not at all. Then remove older ones, except those to stay."""
     temporary = os.path.join(out_dir, "ckpt.tmp")
     name = f"ckpt_{content['step']}.pt"
     try:
@@ -143,11 +142,17 @@ def check_resumable(checkpoint, s, files):
     if checkpoint.get("data") != files:
         changed.append(f"the data in {s.data_dir}")
     if changed:
-        die(f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}")
+        die(
+            f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}; to start another "
+            f"run from it: --init_from={s.out_dir}, and another --out_dir"
+        )
 
 
 def extends(checkpoint, s, files):
-    """Say whether a run goes on from the step of a checkpoint: it would have read the same text."""
+    """Say whether a run goes on from a checkpoint's step: same data, read in the same batches.
+
+    Otherwise the run takes only the weights, and begins at step 0.
+    """
     if checkpoint.get("format") != CHECKPOINT_FORMAT or checkpoint["data"] != files:
         return False
     order = ["seed", "seq_len", "batch_size"]

@@ -37,13 +37,13 @@ class Settings:
     init_from: str = ""           # start from this model; same data and batches: extend its run
     seed: int = 1                 # weights, data order and masks
     alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
-    repetitions: float = 1.0      # R: how often a token is seen; 0: as max_steps takes all of them
+    repetitions: float = 1.0      # R: how often a token is read; 0: all of the text, for max_steps
     ar_weight: float = 1.0        # weight of AR in Eq. 5; the paper's runs had 2 (see its erratum)
     # optimization
     batch_size: int = 2048        # sequences in a step, over all devices
     micro_batch_size: int = 8     # sequences in a slot: one forward pass, one objective
     max_steps: int = 8192         # optimizer steps; 0: all of the text, `repetitions` times
-    decay: float = 0.25           # the last share of them lowers the learning rate to 0
+    decay: float = 0.25           # in this last share of them the learning rate falls to 0
     learning_rate: float = 0.007  # of Muon and of AdamW
     weight_decay: float = 0.1     # decoupled, on every parameter
     momentum: float = 0.95        # of Muon
@@ -234,13 +234,13 @@ def parse_alpha(text):
     return Fraction(-1)
 
 
-def recommend_alpha(repetitions, n_slots):
+def recommend_alpha(repetitions, run_slots):
     """Return the paper's Remarks 1 and 2 in one line, as a fraction that a run can schedule.
 
     63/64 up to 16 repetitions, then 16 repetitions of AR. (The paper leaves 16 < R <= 32 open. At
-    R = 32 this gives 1/2, where its best was 3/4.) A run of fewer than 64 slots has one of MD.
+    R = 32 this gives 1/2, where its best was 3/4.) Of fewer than 64 slots in a run, one is MD.
     """
-    finest = min(64, n_slots)
+    finest = min(64, run_slots)
     alpha = Fraction(16 / max(repetitions, 1)).limit_denominator(finest)
     return min(max(alpha, Fraction(1, finest)), Fraction(finest - 1, finest))
 
@@ -250,7 +250,7 @@ def fill_in(s, n_ids, n_tokens):
     if s.vocab_size == 0:
         s.vocab_size = n_ids
     if s.vocab_size < n_ids:
-        die(f"vocab_size {s.vocab_size} is too small: {s.data_dir} has {n_ids} ids (0 takes them)")
+        die(f"vocab_size {s.vocab_size} is too small: {s.data_dir} has {n_ids} ids (0: as many)")
     n_windows = n_tokens // s.seq_len
     if n_windows == 0:
         die(
@@ -258,8 +258,8 @@ def fill_in(s, n_ids, n_tokens):
             f"{s.seq_len:,}: lower seq_len, or prepare more text"
         )
 
-    # max_steps = 0: all of the text, `repetitions` times. repetitions = 0: as often as max_steps
-    # takes all of it; if that is less than once, a part of it once.
+    # max_steps = 0: all of the text, `repetitions` times. repetitions = 0: all of it, as often as
+    # max_steps allows; if that is less than once, a part of it once.
     if s.max_steps == 0:
         s.max_steps = max(1, int(n_windows * s.repetitions) // s.batch_size)
         s.repetitions = max(s.repetitions, s.max_steps * s.batch_size / n_windows)

@@ -229,7 +229,7 @@ def md_example(x0, u, generator, special):
     return Example(xt, weights, prefix=len(xt))
 
 
-# Of a window x0, a u, a generator of random numbers and the special ids, each makes an Example.
+# Each takes a window x0, a number u, a random generator and the special ids; returns an Example.
 OBJECTIVES = {"ar": ar_example, "md": md_example}
 
 
@@ -294,7 +294,7 @@ def train_batch(stream, s, step, slot):
 
 
 def count_val_windows(corpus, s):
-    """Return how many held-out windows a validation reads: whole batches, all of one shape."""
+    """Return how many held-out windows a validation reads: whole batches, if it fills one."""
     n = min(s.eval_tokens, len(corpus.val.tokens) - 1) // s.seq_len
     if n > s.micro_batch_size:
         n -= n % s.micro_batch_size
@@ -319,7 +319,7 @@ def bytes_per_token(corpus, s):
 
 
 def val_batches(corpus, s, rank=0, world=1):
-    """Yield a rank's batches, one of each objective, with the same held-out targets: the maskable.
+    """Yield a rank's pairs of batches, AR and MD. Both score the same targets, the maskable ones.
 
     The masks depend on the held-out text and the shape of the batches alone. The weights of a
     sequence sum to its number of targets: the held-out losses are means over tokens. (Training
@@ -340,5 +340,5 @@ def val_batches(corpus, s, rank=0, world=1):
             md = md_example(x0, grid[i], default_rng((0, MASKS, i)), corpus.special)
             windows.append(x0)
             examples["ar"].append(Example(x0[:-1], scored, prefix=0))
-            examples["md"].append(Example(md.inputs, md.weights * scored.sum(), prefix=T))
+            examples["md"].append(md._replace(weights=md.weights * scored.sum()))
         yield [make_batch(windows, examples[name], name, corpus.special) for name in examples]

@@ -1,6 +1,6 @@
 """
 Errors that a user can fix, each in one line: what is wrong, and what to do. Also two small helpers
-that every script needs.
+that several scripts share.
 
 Nothing here needs a package beyond Python's own, so that a missing one can be reported too.
 """

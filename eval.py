@@ -121,7 +121,10 @@ def encode_items(context, completions, trained):
     border = len(alone)
     for ids in joint:
         if ids[:border] != alone or len(ids) == border:
-            die(f"no token border after {context!r}, or no token there: choose other --tasks")
+            die(
+                f"after {context!r} this tokenizer merges context and completion into one token, "
+                "or finds no token: choose other --tasks"
+            )
 
     excess = 1 + max(len(ids) for ids in joint) - trained.settings.seq_len  # 1 is for <s>
     start = min(max(excess, 0), border)
@@ -567,7 +570,7 @@ def dump_choice(name, question, choice, log_p):
     return line
 
 
-# ---- the script ----------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 def parse_arguments():
     parser = make_parser(__doc__)
     add = parser.add_argument
@@ -576,11 +579,11 @@ def parse_arguments():
     add("--tasks", default="", help=f"some of {','.join(ALL_TASKS)}")
     add("--modes", default="ar,prefix,pll", help=f"some of {','.join(MODES)} (ar,prefix,pll)")
     add("--pll", default="1,6", help="the numbers of masks of mode pll (1,6)")
-    add("--mc", type=int, default=0, help="add mode mc, with this many draws (256 if 0)")
+    add("--mc", type=int, default=0, help="add mode mc, with this many draws (--modes mc: 256)")
     add("--limit", type=int, default=0, help="documents of each subtask (all; 1000 of heldout)")
-    add("--context", type=int, default=0, help="tokens of a context of heldout (2 completions)")
-    add("--completion", type=int, default=0, help="tokens of a completion of heldout (up to 32)")
-    add("--stride", type=int, default=0, help="tokens from one passage to the next (their length)")
+    add("--context", type=int, default=0, help="heldout: tokens of a context (twice a completion)")
+    add("--completion", type=int, default=0, help="heldout: tokens of a completion (up to 32)")
+    add("--stride", type=int, default=0, help="heldout: tokens between starts of passages (length)")
     add("--json", default="", help="a file to write the results to")
     add("--dump", default="", help="a file to write every string and log-likelihood to")
     args = parser.parse_args()

@@ -222,7 +222,7 @@ def import_llama(source, folder):
             # An id that is new to the model, as <mask> is, starts as the mean of all others.
             mean = weight.mean(0, keepdim=True)
             weights[name] = torch.cat((weight, mean.expand(s.vocab_size - len(weight), -1)))
-            if tokenizer_json != original_tokenizer:  # the id was there, but unused
+            if tokenizer_json != original_tokenizer:  # <mask> is new, but its row may be there
                 weights[name][mask] = mean
     write_checkpoint(weights, "llama", s, 0, tokenizer_json, folder)
 

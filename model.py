@@ -172,8 +172,8 @@ class Transformer(nn.Module):
     def initialize(self):
         """Draw the weights as the released code does: normal, truncated at two sigma.
 
-        The matrices that leave a block (o, down) stay 0, so that every block starts as the
-        identity. The deeper a block, the smaller its SwiGLU.
+        The matrices that write to the residual stream (o, down) stay 0, so that every block starts
+        as the identity. The deeper a block, the smaller its SwiGLU.
         """
         V, D = self.embed.weight.shape
         inner_std = (2 / (5 * D)) ** 0.5

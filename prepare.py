@@ -239,9 +239,9 @@ def hash_documents(paths):
 def hold_out(paths, hashes, sizes, counts, val_fraction):
     """Return which documents to hold out if the user names none, by one rule for each kind of file.
 
-    Of JSON documents, those with small hashes. Of each plain text, the last pieces, until the share
-    of all plain text so far is reached. So a book gives its end, and of short notes about every
-    tenth is held out.
+    Of JSON documents, those with small hashes. Of each plain text, the last pieces, until that
+    share of all plain text so far is held out. So a book gives its end, and of many short notes
+    about every tenth is held out.
     """
     val = np.zeros(len(hashes), bool)
     total = held_out = 0  # bytes of plain text
@@ -464,11 +464,10 @@ def find_files(patterns):
         found = [pattern]
         if pattern != "-" and not os.path.isfile(pattern):
             found = list(filter(os.path.isfile, sorted(glob.glob(inside, recursive=True))))
+        if not found and os.path.isdir(pattern):
+            die(f"no files (hidden ones do not count) in {pattern}")
         if not found:
-            what = (
-                "no files (hidden ones do not count) in" if inside != pattern else "no such file:"
-            )
-            die(f"{what} {pattern}")
+            die(f"no such file: {pattern}")
         for path in found:
             ending = get_ending(path)
             if ending in CONVERSIONS:

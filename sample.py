@@ -1,5 +1,5 @@
 """
-Generate text with a trained model, in each of the ways it can be read.
+Generate text with a trained model, in one of four modes.
 
     python sample.py --ckpt out/demo --prompt "The module"
     python sample.py --ckpt out/demo --mode prefix --prompt "A list"

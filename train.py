@@ -54,7 +54,7 @@ def say(*text):
 
 
 # ---- the run directory: a new run, one to continue, or one that starts from another model --------
-# By torchrun, on any host: one that takes the place of a lost host is new itself.
+# torchrun counts restarts on each host; a host that replaces a lost one starts at 0, so ask all.
 restarted = any_rank(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
 if rank == 0:
     lock = checkpoint.lock_run(s.out_dir, wait=restarted)
@@ -69,7 +69,10 @@ saved = None
 if newest:
     saved = checkpoint.load_checkpoint(newest)
     if saved.get("format") != checkpoint.CHECKPOINT_FORMAT:
-        die(f"{newest} is of a run that only the version that began it can continue")
+        die(
+            f"{newest} cannot be continued: another version wrote it, or it is an imported model; "
+            f"to start a run from it: --init_from={newest}, and another --out_dir"
+        )
     # The directory may have been moved, and this may be another machine.
     here = {"out_dir": s.out_dir, "device": s.device, "dtype": s.dtype}
     s = make_settings(saved["settings"] | here | named)
@@ -103,7 +106,10 @@ n_slots = data.slots_per_step(s)
 tokens_per_step = s.batch_size * s.seq_len
 decay_steps = round(s.decay * s.max_steps)
 if n_slots % world != 0:
-    die(f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size)")
+    die(
+        f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size) evenly: "
+        "start fewer, or lower micro_batch_size"
+    )
 
 # ---- model and optimizers ------------------------------------------------------------------------
 # Muon trains the matrices of the blocks; AdamW the embedding, the head and the norms.
@@ -134,7 +140,8 @@ if s.compile and device != "mps":
 # ---- where the run stands ------------------------------------------------------------------------
 step = 0
 records = []  # what log.jsonl holds
-running = {name: [0.0, 0.0] for name in data.OBJECTIVES}  # since then: sum of losses, sequences
+# Since the last record, for each objective: the sum of its losses, the number of its sequences.
+running = {name: [0.0, 0.0] for name in data.OBJECTIVES}
 if saved:
     try:
         model.load_state_dict(saved["model"])
@@ -147,7 +154,7 @@ if saved:
             records = saved["records"]
             running = saved["running"]
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        die(f"the checkpoint of {newest or s.init_from} is of another model: {error}")
+        die(f"the checkpoint in {newest or s.init_from} is of another model: {error}")
     if newest:
         say(f"continuing {s.out_dir} at step {step}")
     else:
@@ -279,7 +286,7 @@ say(
     f"{float((1 - alpha) * R):.4g} times (standard deviation {deviation:.1f})"
 )
 if n_slots % alpha.denominator != 0:
-    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: the mix alternates")
+    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: steps differ in mix")
 
 
 # ---- the loop: one round more than steps, so that the last weights are evaluated and saved too ---

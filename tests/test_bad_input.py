@@ -234,7 +234,7 @@ DATA = {
 }
 
 OLDER = "remove it to go on from out/run/ckpt_4.pt"
-EARLIER = "is of a run that only the version that began it can continue"
+EARLIER = "cannot be continued: another version wrote it, or it is an imported model"
 RUN_DIRECTORY = {
     "taken": train("out/run holds a run already: continue it with --resume", out_dir="out/run"),
     "a file in the way": train("--out_dir takes a directory", write("out/new", b"mine")),

@@ -309,7 +309,7 @@ def test_a_run_of_an_earlier_version_is_refused_but_its_model_is_taken(whole, co
     (corpus / "out/earlier").mkdir()
     torch.save(content, corpus / "out/earlier/ckpt.pt")
     error = run("train.py", "--resume", "--out_dir=out/earlier", cwd=corpus, code=1)
-    assert "only the version that began it can continue" in error
+    assert "cannot be continued: another version wrote it" in error
     output = train(corpus, "out/later", "--init_from=out/earlier", max_steps=1)
     assert "starting from out/earlier at step 0" in output
     assert load_model(str(corpus / "out/earlier")).settings.n_layer == 2
