@@ -205,8 +205,6 @@ def check(s):
         s.alpha = str(alpha)
     both_open = s.max_steps == 0 and s.repetitions == 0
     ensure(not both_open, "repetitions", "above 0 if max_steps is 0: one follows from the other")
-    can_divide = s.repetitions == 0 or s.repetitions >= 1e-6
-    ensure(can_divide, "repetitions", "0, or at least 1e-6")
     even_heads = s.n_embd % (2 * s.n_head) == 0
     ensure(even_heads, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
     ensure(s.n_layer <= 1000, "n_layer", "at most 1000")
@@ -241,7 +239,7 @@ def recommend_alpha(repetitions, run_slots):
     R = 32 this gives 1/2, where its best was 3/4.) Of fewer than 64 slots in a run, one is MD.
     """
     finest = min(64, run_slots)
-    alpha = Fraction(16 / max(repetitions, 1)).limit_denominator(finest)
+    alpha = Fraction(16 / repetitions).limit_denominator(finest)
     return min(max(alpha, Fraction(1, finest)), Fraction(finest - 1, finest))
 
 
@@ -259,12 +257,13 @@ def fill_in(s, n_ids, n_tokens):
         )
 
     # max_steps = 0: all of the text, `repetitions` times. repetitions = 0: all of it, as often as
-    # max_steps allows; if that is less than once, a part of it once.
+    # max_steps allows. Less than once is a part of it, once.
     if s.max_steps == 0:
         s.max_steps = max(1, int(n_windows * s.repetitions) // s.batch_size)
         s.repetitions = max(s.repetitions, s.max_steps * s.batch_size / n_windows)
     elif s.repetitions == 0:
-        s.repetitions = max(1.0, s.max_steps * s.batch_size / n_windows)
+        s.repetitions = s.max_steps * s.batch_size / n_windows
+    s.repetitions = max(1.0, s.repetitions)
 
     run_slots = s.max_steps * s.batch_size // s.micro_batch_size
     if s.alpha == "auto":

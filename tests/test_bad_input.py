@@ -174,7 +174,6 @@ SETTINGS = {
     "alpha too fine": train("the nearest that can is 1", alpha="8191/8192"),
     "rate too long": train("'learning_rate' must be from 0 to 1e15", learning_rate="1" + "0" * 400),
     "nested too deeply": train("--seed: expected int", seed="-" * 9999 + "1"),
-    "too few repetitions": train("'repetitions' must be 0, or at least 1e-6", repetitions=1e-320),
     "too many layers": train("'n_layer' must be at most 1000", n_layer=10**12),
     "too little to validate": train("'seq_len' must be from 2 to eval_tokens 31", eval_tokens=31),
     "unknown device": train("this machine has no 'gpu', only: ", device="gpu"),

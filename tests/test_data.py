@@ -120,7 +120,18 @@ def test_all_of_the_text_is_read_where_a_setting_is_0(n_tokens, max_steps, repet
         assert s.max_steps == max(1, int(repetitions * n_windows) // 8)
         assert stream.W <= n_windows
         if n_read < repetitions * n_windows:
-            assert n_read / stream.W == pytest.approx(repetitions, rel=0.1)
+            assert n_read / stream.W == pytest.approx(max(1, repetitions), rel=0.1)
+
+
+@pytest.mark.parametrize("max_steps", [0, 6])
+def test_less_than_one_repetition_reads_a_part_of_the_text_once(max_steps):
+    """It needs no more text than it reads, and what start-up says of it is true."""
+    corpus = traceable_corpus(100)
+    n_tokens = len(corpus.train.tokens)
+    s = tiny_settings(max_steps=max_steps, repetitions=0.01, vocab_size=65535)
+    fill_in(s, n_ids=65535, n_tokens=n_tokens)
+    assert s.repetitions == 1
+    assert data.Stream(corpus, s).W == s.max_steps * s.batch_size
 
 
 def test_validation_scores_the_same_targets_in_both_modes():
