@@ -286,7 +286,7 @@ say(
     f"{float((1 - alpha) * R):.4g} times (standard deviation {deviation:.1f})"
 )
 if n_slots % alpha.denominator != 0:
-    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: steps differ in mix")
+    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: its mix varies")
 
 
 # ---- the loop: one round more than steps, so that the last weights are evaluated and saved too ---
