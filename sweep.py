@@ -120,7 +120,7 @@ def alpha_at(log_odds):
     return (odds * (1 + 1 / 64) - 1 / 64) / (1 + odds)
 
 
-def recommended_alpha(R):
+def papers_rule(R):
     """Return the paper's Remarks 1 and 2 as a rule: little MD, at most 16 repetitions of AR."""
     return np.minimum(63 / 64, 16 / R)
 
@@ -440,7 +440,7 @@ def print_fit(args):
             n_needed = 1 + np.searchsorted(np.cumsum(probability[order]), 0.9)
             alphas = alpha_at(surface.log_odds[order[:n_needed]])
             best, low, high = alphas[0], alphas.min(), alphas.max()
-            rule = recommended_alpha(R)
+            rule = papers_rule(R)
             print(f"{R:4g}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
 
 
@@ -688,7 +688,7 @@ def draw_best(ax, log_R, surface):
     """Draw where the best alpha lies for each R: the darker, the likelier."""
     density = surface.best / surface.best.max(axis=1, keepdims=True)
     ax.contourf(log_R, surface.log_odds, density.T, np.linspace(0.05, 1, 11), cmap="Purples")
-    rule = log_odds(recommended_alpha(2**log_R))
+    rule = log_odds(papers_rule(2**log_R))
     ax.plot(log_R, rule, "k--", lw=1.2, label="α = min(63/64, 16/R)")
     ax.set_title("where the best α lies", fontsize=11)
 

@@ -105,6 +105,9 @@ if n_val <= s.seq_len:
 n_slots = data.slots_per_step(s)
 tokens_per_step = s.batch_size * s.seq_len
 decay_steps = round(s.decay * s.max_steps)
+milestones = {int(text) for text in s.milestones.split(",") if text}
+if decay_steps > 0:
+    milestones.add(s.max_steps - decay_steps)  # from there a run can be extended
 if n_slots % world != 0:
     die(
         f"{world} processes cannot share {n_slots} slots (batch_size / micro_batch_size) evenly: "
@@ -301,9 +304,6 @@ def due(interval):
     return step == s.max_steps or (interval > 0 and step % interval == 0)
 
 
-milestones = {int(text) for text in s.milestones.split(",") if text}
-if decay_steps > 0:
-    milestones.add(s.max_steps - decay_steps)  # from there a run can be extended
 pool = ThreadPoolExecutor(max_workers=1)
 upcoming = prefetch(step, rank)
 first_step = logged_step = step
