@@ -43,6 +43,8 @@ def report(kind, error, trace):
         sys.exit(f"error: {error}")
     if kind.__name__ == "OutOfMemoryError":  # torch's
         sys.exit(f"error: {OUT_OF_MEMORY}")
+    if "out of resource" in str(error):  # Triton's: a kernel needs more than a core's own memory
+        sys.exit("error: heads are too wide for this GPU: raise n_head, or use --compile=False")
     # torch's RuntimeErrors on a CPU, the second one for a size beyond 64 bits
     refusals = ["can't allocate memory", "size calculation overflowed"]
     if isinstance(error, MemoryError) or any(text in str(error) for text in refusals):

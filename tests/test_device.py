@@ -103,7 +103,25 @@ def test_heads_that_are_too_narrow_for_a_gpu_are_one_line(
         runpy.run_path(os.path.join(ROOT, "train.py"), run_name="__main__")
 
 
-def test_a_full_gpu_is_one_line_that_names_the_setting(tmp_path):
+@pytest.mark.parametrize(
+    "error, message, setting",
+    [
+        (
+            "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate\\nmuch')",
+            "error: the GPU is out of memory",
+            "micro_batch_size",
+        ),
+        (
+            "RuntimeError('OutOfMemoryError: out of resource: triton_tem\\nRequired: 114688')",
+            "error: heads are too wide for this GPU",
+            "n_head",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_gpu_is_one_line_that_names_the_setting(
+    tmp_path, error, message, setting
+):
+    """The first is torch's error, the second Inductor's, for heads of 256 on a consumer's GPU."""
     script = tmp_path / "script.py"
     lines = [
         "import sys",
@@ -111,9 +129,9 @@ def test_a_full_gpu_is_one_line_that_names_the_setting(tmp_path):
         "from errors import report",
         "sys.excepthook = report",
         "import torch",
-        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate\\nmuch')",
+        f"raise {error}",
     ]
     script.write_text("\n".join(lines))
     output = run(sys.executable, str(script), cwd=tmp_path, code=1)
-    assert output.startswith("error: the GPU is out of memory")
-    assert "micro_batch_size" in output and output.count("\n") == 1
+    assert output.startswith(message)
+    assert setting in output and output.count("\n") == 1
