@@ -97,7 +97,9 @@ def find_checkpoint(path):
         return path
     if not os.path.isdir(path):
         die(f"no file or directory {path}")
-    return newest_checkpoint(path) or die(f"there is no checkpoint in {path}")
+    if not newest_checkpoint(path):
+        die(f"there is no checkpoint in {path}: name a file, or the out_dir of a run")
+    return newest_checkpoint(path)
 
 
 def load_checkpoint(path):
@@ -125,26 +127,35 @@ def load_checkpoint(path):
             reason = "it holds something other than weights and numbers"
         older = [f for f in list_checkpoints(os.path.dirname(file)).values() if f != file]
         advice = f"; remove it to go on from {older[-1]}" if older else ""
-        die(f"{file} is damaged: {reason}{advice}")
+        die(f"{file} is damaged, or not a checkpoint: {reason}{advice}")
 
 
 # ---- resuming a run, or starting from another ----------------------------------------------------
 CHECKPOINT_FORMAT = 3  # of what continues a run; the weights alone can be read from any format
 
 
-def check_resumable(checkpoint, s, files):
-    """Refuse to resume a run whose settings or data have changed in a way that matters."""
+def check_same_data(checkpoint, s, files):
+    """Refuse to resume a run on other data."""
+    if checkpoint.get("data") != files:
+        die(
+            f"cannot resume {s.out_dir}: the data in {s.data_dir} is not what it was trained on "
+            f"(in {checkpoint['settings']['data_dir']}); to train on this data, choose another "
+            f"--out_dir, and to start from that model, --init_from={s.out_dir}"
+        )
+
+
+def check_resumable(checkpoint, s):
+    """Refuse to resume a run whose settings have changed in a way that matters."""
     changed = []
     for name, value in checkpoint["settings"].items():
         new_value = getattr(s, name, "unknown")
         if name not in FREE_ON_RESUME and new_value != value:
             changed.append(f"{name} was {value}, is {new_value}")
-    if checkpoint.get("data") != files:
-        changed.append(f"the data in {s.data_dir}")
     if changed:
         die(
-            f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}; to start another "
-            f"run from it: --init_from={s.out_dir}, and another --out_dir"
+            f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}; leave out what "
+            f"changes it, or start another run from it: --init_from={s.out_dir}, and another "
+            "--out_dir"
         )
 
 

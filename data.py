@@ -106,7 +106,8 @@ def open_corpus(data_dir):
     except (FileNotFoundError, NotADirectoryError) as error:
         die(
             f"{data_dir} is not a prepared folder, {os.path.basename(error.filename)} is missing; "
-            "make one with: python prepare.py [--input FILES --out data/NAME]"
+            f"make it with: python prepare.py --input FILES --out {data_dir}, or name another one "
+            "with --data_dir"
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         die(f"{data_dir} is damaged ({type(error).__name__}: {error}): run prepare.py again")

@@ -81,6 +81,7 @@ def write_llama(trained, dtype, folder):
     for name, weight in model.state_dict().items():
         weights[rename(name, "llama")] = weight.to(getattr(torch, dtype))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it
     pad = write_tokenizer(tokenizer, special, s.seq_len, folder)
 
     ids = {"bos_token_id": special.bos, "eos_token_id": special.bos, "pad_token_id": pad}
@@ -197,6 +198,8 @@ def write_checkpoint(theirs, tool, s, step, tokenizer_json, folder):
 
 def import_llama(source, folder):
     """Turn a Llama, such as SmolLM2, into a checkpoint from which train.py can start."""
+    if not (source / "config.json").is_file():
+        die(f"there is no config.json in {source}: name the folder of a Llama")
     config = json.loads((source / "config.json").read_text("utf-8"))
     s = settings_of(config)
     original_tokenizer = (source / "tokenizer.json").read_text("utf-8")

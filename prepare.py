@@ -177,7 +177,7 @@ def read_pieces(path):
 def parse(piece, is_json):
     """Return the text of a document, and what is wrong with it: "" if nothing is."""
     if "\0" in piece:
-        return "", "has a NUL byte: leave out what is not text"
+        return "", "has a NUL byte: convert the file if it is UTF-16, leave it out if it is no text"
     try:
         text = json.loads(piece)["text"] if is_json else piece
         text.encode()  # refuses what is not a string, and lone surrogates
@@ -281,8 +281,9 @@ def choose_split(paths, hashes, sizes, counts, n_val_files, val_fraction):
     train = keep & ~val
     if not train.any() or not val.any():
         die(
-            f"documents to train on: {train.sum()}, held out: {val.sum()}; give more text "
-            f"(plain text is cut at line ends into documents of about {PIECE:,} characters)"
+            f"of {len(hashes)} documents, {train.sum()} are left to train on and {val.sum()} to "
+            "hold out (the others are empty, or copies of these): give more text (plain text is "
+            f"cut at line ends into documents of about {PIECE:,} characters)"
         )
     return train, val
 
@@ -416,14 +417,19 @@ def choose_row(n_bytes):
 
 def next_command(out, n_bytes):
     """Return the command that trains on a prepared folder with so much training text."""
+    made_for_it = []
+    for path in glob.glob("config/*.py"):
+        if f'data_dir = "{out}"' in Path(path).read_text("utf-8"):
+            made_for_it.append(path)
+    if len(made_for_it) == 1:
+        return f"python train.py {made_for_it[0]}"
+
     _, _, config = choose_row(n_bytes)
-    command = f"python train.py config/{config}.py"
-    if out != EMBEDDED:
-        flags = [f"--data_dir={out}", f"--out_dir={Path('out', out.name)}"]
-        command += " " + shlex.join(flags)
-    if config != "demo":
-        command += "  # for a GPU; on a CPU: config/demo.py"
-    return command
+    flags = [f"--data_dir={out}", f"--out_dir={Path('out', out.name)}"]
+    command = f"python train.py config/{config}.py {shlex.join(flags)}"
+    if config == "demo":
+        return command + " --alpha=auto"
+    return command + "  # for a GPU; on a CPU: config/demo.py"
 
 
 def parse_arguments():
@@ -500,8 +506,6 @@ def main():
     out = Path(args.out or EMBEDDED)
     if out.is_file():
         die(f"--out {out} is a file: name a folder")
-    if (out / "meta.json").exists():
-        print(f"{out} holds a prepared text, which is replaced")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         folder = Path(folder)
@@ -513,9 +517,13 @@ def main():
             paths[paths.index("-")] = save_standard_input(folder)
 
         meta = prepare(paths, len(val_files), folder, args)
+        if (out / "meta.json").exists():
+            print(f"{out} held a prepared text before, which this one replaces")
         for name in (*FILES, "meta.json"):  # meta.json last: it has the hashes of the others
             os.replace(folder / name, out / name)
     print(f"{out} is ready. Next: {next_command(out, meta['train']['bytes'])}")
+    if args.tokenizer:
+        print("To start from the model that the tokenizer is of, add --init_from=ITS_CHECKPOINT")
 
 
 if __name__ == "__main__":

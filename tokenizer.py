@@ -70,9 +70,10 @@ def with_mask_token(tokenizer_json):
 
 
 def read_tokenizer(path):
-    """Return the tokenizer.json at `path`, with a <mask>."""
+    """Return the tokenizer.json at `path`, or in that folder, with a <mask>."""
+    path = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     try:
-        tokenizer_json = with_mask_token(Path(path).read_text("utf-8"))
+        tokenizer_json = with_mask_token(path.read_text("utf-8"))
         find_special_ids(tokenizer_json)  # refuses one without <s>
     except Exception as error:  # a damaged file can raise anything
         die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")

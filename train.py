@@ -90,11 +90,13 @@ if device == "cuda" and s.compile and s.n_embd < 16 * s.n_head:
 
 # ---- data ----------------------------------------------------------------------------------------
 corpus = data.open_corpus(s.data_dir)
-if saved:
+if newest:
+    checkpoint.check_same_data(saved, s, corpus.files)
+elif saved:
     checkpoint.check_tokenizer(saved, corpus)
 fill_in(s, corpus.vocab_size, len(corpus.train.tokens))
 if newest:
-    checkpoint.check_resumable(saved, s, corpus.files)
+    checkpoint.check_resumable(saved, s)
 stream = data.Stream(corpus, s)
 n_val = len(corpus.val.tokens)
 if n_val <= s.seq_len:
@@ -288,6 +290,8 @@ say(
     f"alpha {alpha}: a token is seen by AR {float(alpha * R):.4g} times on average, by MD "
     f"{float((1 - alpha) * R):.4g} times (standard deviation {deviation:.1f})"
 )
+if alpha * R > 32:
+    say("AR tends to overfit from about 16 times on: --alpha=auto gives it that many")
 if n_slots % alpha.denominator != 0:
     say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: its mix varies")
 

@@ -115,6 +115,13 @@ def weights_alone(content):
         del content[name]
 
 
+def prepare_other(folder):
+    """Make a folder of other data, which has more ids."""
+    (folder / "other.txt").write_text("\n".join(prose(200, seed=1)))
+    flags = ["--input", "other.txt", "--out", "data/other", "--vocab_size", "400"]
+    run("prepare.py", *flags, cwd=folder)
+
+
 def unfinished(folder):
     """Take the run back to step 4, so that there is something to do."""
     (folder / "out/run/ckpt_6.pt").unlink()
@@ -202,7 +209,7 @@ if not importlib.util.find_spec("wandb"):
 TINY = "data/tiny"
 DATA = {
     "none": train("data/x is not a prepared folder, meta.json is missing", data_dir="data/x"),
-    "a text": train("make one with: python prepare.py", write("a.txt", b"a"), data_dir="a.txt"),
+    "a text": train("make it with: python prepare.py", write("a.txt", b"a"), data_dir="a.txt"),
     "train.bin truncated": train(f"{TINY}/train.bin is not as", truncate(f"{TINY}/train.bin")),
     "train.bin flipped": train(f"{TINY}/train.bin is not as", flip(f"{TINY}/train.bin")),
     "train.idx flipped": train(f"{TINY}/train.idx is not as", flip(f"{TINY}/train.idx")),
@@ -242,6 +249,12 @@ RUN_DIRECTORY = {
     "nothing to continue": script("train.py --resume --out_dir=out/new", "no run in out/new"),
     "another rate": resume("learning_rate was 0.007, is 0.5", unfinished, learning_rate=0.5),
     "another shape": resume("n_layer was 2, is 3", unfinished, n_layer=3),
+    "a config of other data": resume(
+        "data/other is not what it was trained on (in data/tiny)",
+        unfinished,
+        prepare_other,
+        data_dir="data/other",
+    ),
     "other data": resume("the data in data/tiny", unfinished, forge("train.bin", fill_tokens)),
     "another tokenizer": resume(
         "the data in data/tiny", unfinished, forge("tokenizer.json", lambda content: content + b" ")
@@ -374,7 +387,7 @@ EXPORT = {
         "a.bin holds no weights",
         write("a.bin", b"a"),
     ),
-    "not a Llama": script("export.py --from_llama data --out hf", "data/config.json"),
+    "not a Llama": script("export.py --from_llama data --out hf", "no config.json in data"),
 }
 
 RUN_LINE = b'{"repetitions": 4, "alpha": "1/2", "val_ar": 2.5}\n'

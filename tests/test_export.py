@@ -160,7 +160,9 @@ def test_weights_can_be_bfloat16(exported, tmp_path):
 
     call(export, "--ckpt", exported[0], "--out", tmp_path / "hf", "--dtype", "bfloat16")
     exact = load_file(os.path.join(exported[1], "model.safetensors"))
-    for name, weight in load_file(tmp_path / "hf" / "model.safetensors").items():
+    file = tmp_path / "hf" / "model.safetensors"
+    assert file.stat().st_mode & 0o777 == 0o644  # others can read it
+    for name, weight in load_file(file).items():
         assert torch.equal(weight, exact[name].bfloat16())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
@@ -171,7 +173,7 @@ def test_weights_can_be_bfloat16(exported, tmp_path):
     [
         (["--ckpt", "run", "--out", "run"], "error: run exists already"),
         (["--ckpt", "absent", "--out", "x"], "error: no file or directory absent"),
-        (["--from_llama", "absent", "--out", "x"], "No such file or directory"),
+        (["--from_llama", "absent", "--out", "x"], "no config.json in absent"),
         (["--from_llama", "weightless", "--out", "x"], "no model.safetensors in weightless"),
         (["--ckpt", "run"], "required"),
         (["--out", "x"], "required"),

@@ -275,7 +275,8 @@ def test_standard_input_is_json_lines_if_it_begins_so(tmp_path, name):
 def test_a_prepared_folder_that_is_replaced_is_said(tmp_path, plain):
     arguments = ["--input", plain / "text.jsonl", "--out", tmp_path, "--vocab_size", 300]
     assert "replaced" not in run_prepare(*arguments)
-    assert f"{tmp_path} holds a prepared text, which is replaced" in run_prepare(*arguments)
+    printed = run_prepare(*arguments)
+    assert f"{tmp_path} held a prepared text before, which this one replaces" in printed
 
 
 # ---- plain text is cut into documents ------------------------------------------------------------
@@ -409,8 +410,21 @@ def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
     corpus = data.open_corpus(tmp_path / demo.data_dir)
     fill_in(demo, corpus.vocab_size, len(corpus.train.tokens))
     data.Stream(corpus, demo)
-    embedded = prepare.next_command(Path("data/pydocs"), 2 * 10**6)
-    assert embedded == "python train.py config/demo.py"
+
+
+@pytest.mark.parametrize(
+    "folder, config",
+    [
+        ("pydocs", "demo"),
+        ("shakespeare", "shakespeare"),
+        ("babylm", "babylm"),
+        ("bytes", "parity"),
+    ],
+)
+def test_the_next_command_names_the_config_of_a_folder(folder, config, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = prepare.next_command(Path("data", folder), 2 * 10**6)
+    assert command == f"python train.py config/{config}.py"
 
 
 @pytest.mark.parametrize(
@@ -635,7 +649,7 @@ def test_a_tokenizer_of_ours_is_reused_by_the_fast_encoder(tmp_path, plain, monk
         return coders[-1]
 
     monkeypatch.setattr(prepare.tiktoken, "Encoding", new_coder)
-    for i, path in enumerate((plain / "out" / "tokenizer.json", tmp_path / "tokenizer.json")):
+    for i, path in enumerate((plain / "out" / "tokenizer.json", tmp_path)):  # a folder will do
         out = tmp_path / str(i)
         run_prepare("--input", plain / "text.jsonl", "--out", out, "--tokenizer", path)
         new, old = contents(out), contents(plain / "out")
@@ -789,7 +803,7 @@ NOT_JSON = 'the first: .*x.jsonl, line 1, is not a line of JSON with a "text"'
 NOT_UTF8 = (
     "1 of 1 documents are malformed, the first: .*x.*, line 1, is not UTF-8: convert the file"
 )
-NO_TEXT = "documents to train on: 0, held out: 0; give more text"
+NO_TEXT = "0 are left to train on and 0 to hold out"
 UNREADABLE = "cannot read .*x.jsonl"
 TRUNCATED = f"{UNREADABLE}.zst: .* ended before the end-of-stream"
 
@@ -804,13 +818,13 @@ BAD_FILES = {
     "Latin-1 JSON":    ("x.jsonl", b'{"text": "%s"}' % LATIN1, NOT_UTF8),
     "Japanese":        ("x.md", JAPANESE, NOT_UTF8),
     "UTF-16":          ("x.txt", "hello world\n".encode("utf-16"), "has a NUL byte"),
-    "a program":       ("x", b"ELF\0" * 2000, "the first: .*x, line 1, has a NUL byte: leave out"),
+    "a program":       ("x", b"ELF\0" * 2000, "the first: .*x, line 1, has a NUL byte: convert"),
     "random bytes":    ("x.jsonl", random.Random(0).randbytes(9999), "documents are malformed"),
     "empty":           ("x.jsonl", b"", NO_TEXT),
     "empty text":      ("x.txt", b"", NO_TEXT),
     "blank":           ("x.jsonl", b"\n \n\n", NO_TEXT),
     "empty texts":     ("x.jsonl", jsonl(["", " "]), NO_TEXT),
-    "one document":    ("x.jsonl", jsonl(["a", "a"]), "train on: 0, held out: 1; give more text"),
+    "one document":    ("x.jsonl", jsonl(["a", "a"]), "0 are left to train on and 1 to hold out"),
     "one piece":       ("x.txt", b"a\nb\n", "cut at line ends into documents of about 2,048"),
     "truncated gzip":  ("x.jsonl.gz", truncated(gzip.compress(GOOD)), UNREADABLE),
     "corrupt gzip":    ("x.jsonl.gz", flipped(gzip.compress(GOOD)), UNREADABLE),

@@ -123,6 +123,12 @@ def test_repetitions_are_those_that_the_windows_allow(corpus):
     """16 windows in all, a fifteenth of them unique: two, each read 8 times."""
     output = train(corpus, "out/few", alpha="1/2", repetitions=15, max_steps=2)
     assert "used, 8 times each" in output and "by AR 4 times" in output
+    assert "AR tends to overfit" not in output
+
+
+def test_too_many_repetitions_of_ar_are_said(corpus):
+    output = train(corpus, "out/often", alpha="3/4", repetitions=48, max_steps=6)
+    assert "by AR 36 times" in output and "AR tends to overfit from about 16 times on" in output
 
 
 def test_overfit_is_the_papers_definition():
