@@ -3,7 +3,7 @@ The directory of a run: its lock, its checkpoints, the trained model in them, an
 shows overfitting.
 
 It holds log.jsonl and ckpt_STEP.pt: the newest checkpoint, the one at which the learning rate
-begins to decay, and milestones.
+begins to decay, and the milestones.
 """
 
 import glob
@@ -52,7 +52,7 @@ def lock_run(out_dir, wait):
 
 
 def list_checkpoints(out_dir):
-    """Return {step: file}, in the order of the steps."""
+    """Return {step: file}, sorted by step."""
     files = {}
     for file in glob.glob(os.path.join(glob.escape(out_dir), "ckpt_*.pt")):
         numbered = re.fullmatch(r"ckpt_(0|[1-9][0-9]{0,14})\.pt", os.path.basename(file))
@@ -62,8 +62,8 @@ def list_checkpoints(out_dir):
 
 
 def newest_checkpoint(out_dir):
-    """Return the file of the newest checkpoint in a directory, None if there is none."""
-    earlier_version = os.path.join(out_dir, "ckpt.pt")  # its name for the newest one
+    """Return the newest checkpoint file in a directory, or None if there is none."""
+    earlier_version = os.path.join(out_dir, "ckpt.pt")  # its name for the newest checkpoint
     if os.path.exists(earlier_version):
         return earlier_version
     return next(reversed(list_checkpoints(out_dir).values()), None)
@@ -71,7 +71,7 @@ def newest_checkpoint(out_dir):
 
 # ---- writing and reading checkpoints -------------------------------------------------------------
 def save_checkpoint(content, out_dir, stay=()):
-    """Write ckpt_STEP.pt, complete or not at all. Then remove older ones, except those to stay."""
+    """Write ckpt_STEP.pt, completely or not at all. Then remove older ones not in `stay`."""
     temporary = os.path.join(out_dir, "ckpt.tmp")
     name = f"ckpt_{content['step']}.pt"
     try:
@@ -83,16 +83,16 @@ def save_checkpoint(content, out_dir, stay=()):
     except (OSError, RuntimeError) as error:
         if os.path.exists(temporary):
             os.remove(temporary)
-        # What torch says about a full disk, a RuntimeError, does not mention the disk.
+        # On a full disk, torch raises a RuntimeError that does not mention the disk.
         reason = error if isinstance(error, OSError) else "is the disk full?"
-        die(f"could not write {name} in {out_dir}; the one before is intact ({reason})")
+        die(f"could not write {name} in {out_dir}; the previous one is intact ({reason})")
     for step, file in list_checkpoints(out_dir).items():
         if step < content["step"] and step not in stay:
             os.remove(file)
 
 
 def find_checkpoint(path):
-    """Return the file of a checkpoint, given that file or the directory of a run."""
+    """Return a checkpoint file, given that file or a run directory."""
     if os.path.isfile(path):
         return path
     if not os.path.isdir(path):
@@ -117,21 +117,21 @@ def load_checkpoint(path):
         if not {"model", "settings", "step", "tokenizer"} <= set(content):
             raise ValueError("it was not written by train.py or export.py, or has no tokenizer")
         return content
-    except FileNotFoundError:  # a run that goes on has just saved a newer one: take that
+    except FileNotFoundError:  # a live run has just saved a newer one: load that
         return load_checkpoint(path)
-    except PermissionError:  # it may be sound
+    except PermissionError:  # the file itself may be fine
         raise
-    except Exception as error:  # zipfile, zlib, struct, pickle and torch have their own kinds
+    except Exception as error:  # zipfile, zlib, struct, pickle and torch raise their own types
         reason = str(error).partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds something other than weights and numbers"
         older = [f for f in list_checkpoints(os.path.dirname(file)).values() if f != file]
-        advice = f"; remove it to go on from {older[-1]}" if older else ""
+        advice = f"; remove it to continue from {older[-1]}" if older else ""
         die(f"{file} is damaged, or not a checkpoint: {reason}{advice}")
 
 
 # ---- resuming a run, or starting from another ----------------------------------------------------
-CHECKPOINT_FORMAT = 3  # of what continues a run; the weights alone can be read from any format
+CHECKPOINT_FORMAT = 3  # must match to resume a run; the weights alone can be read from any format
 
 
 def check_same_data(checkpoint, s, files):
@@ -140,7 +140,7 @@ def check_same_data(checkpoint, s, files):
         die(
             f"cannot resume {s.out_dir}: the data in {s.data_dir} is not what it was trained on "
             f"(in {checkpoint['settings']['data_dir']}); to train on this data, choose another "
-            f"--out_dir, and to start from that model, --init_from={s.out_dir}"
+            f"--out_dir; to start from that model, add --init_from={s.out_dir}"
         )
 
 
@@ -153,16 +153,16 @@ def check_resumable(checkpoint, s):
             changed.append(f"{name} was {value}, is {new_value}")
     if changed:
         die(
-            f"cannot resume {s.out_dir}, this has changed: {'; '.join(changed)}; leave out what "
-            f"changes it, or start another run from it: --init_from={s.out_dir}, and another "
+            f"cannot resume {s.out_dir}, settings have changed: {'; '.join(changed)}; undo that, "
+            f"or start a new run from this one with --init_from={s.out_dir} and another "
             "--out_dir"
         )
 
 
 def extends(checkpoint, s, files):
-    """Say whether a run goes on from a checkpoint's step: same data, read in the same batches.
+    """Return whether a run continues at a checkpoint's step: same data, in the same batches.
 
-    Otherwise the run takes only the weights, and begins at step 0.
+    Otherwise the run takes only the weights and starts at step 0.
     """
     if checkpoint.get("format") != CHECKPOINT_FORMAT or checkpoint["data"] != files:
         return False
@@ -171,7 +171,7 @@ def extends(checkpoint, s, files):
 
 
 def adopt_model(checkpoint, s):
-    """Give the settings of a run the shape of the model that it starts from."""
+    """Give a run's settings the shape of the model that it starts from."""
     model = make_settings(checkpoint["settings"])
     for name in MODEL_SETTINGS:
         setattr(s, name, getattr(model, name))
@@ -179,13 +179,13 @@ def adopt_model(checkpoint, s):
 
 
 def check_tokenizer(checkpoint, corpus):
-    """Refuse to go on training a model on data that another tokenizer has made."""
+    """Refuse to train a model on data that was made with another tokenizer."""
     vocabularies = []
     for text in (checkpoint["tokenizer"], corpus.tokenizer_json):
         vocabularies.append(parse_tokenizer(text).get_vocab())
     if vocabularies[0] != vocabularies[1]:
         die(
-            "the data was made with another tokenizer than the checkpoint's: prepare it with "
+            "the data was made with another tokenizer, not the checkpoint's: prepare it with "
             "--tokenizer and the tokenizer.json of the checkpoint's own data"
         )
 
@@ -205,7 +205,7 @@ def load_model(path, device="auto", dtype="auto"):
     device, dtype = choose_device(device, dtype)
     try:
         settings = make_settings(checkpoint["settings"])
-        with torch.device("meta"):  # draws no weights: those of the checkpoint take their place
+        with torch.device("meta"):  # draws no weights: the checkpoint's take their place
             model = Transformer(settings, dtype)
         model.load_state_dict(checkpoint["model"], assign=True)
         model.freeze(device)
@@ -224,10 +224,10 @@ def load_model(path, device="auto", dtype="auto"):
 
 # ---- the paper's overfitted runs -----------------------------------------------------------------
 def overfits(records, objective):
-    """Say whether a run overfits in "ar" or "md": the paper's footnote, with 2% as its margin.
+    """Return whether a run overfits in "ar" or "md": the paper's footnote, with a margin of 2%.
 
-    It does if at some time after its best the held-out loss was more than 2% above it, while the
-    training loss (its mean since the last validation) was below its value at the best.
+    It does if, at some point after its minimum, the held-out loss is more than 2% above it while
+    the training loss (the mean since the last validation) is below its value at that minimum.
     """
     val_losses, train_losses = [], []
     since = []  # training losses since the last validation

@@ -26,7 +26,7 @@ class Settings:
     n_head: int = 16              # attention heads
     n_embd: int = 1024            # width
     n_ff: int = 3554              # inner width of the SwiGLU
-    vocab_size: int = 51200       # rows of the embedding and of the head; 0: as the data needs
+    vocab_size: int = 51200       # rows of the embedding and the head; 0: as many as the data needs
     seq_len: int = 2048           # T: inputs in a training window
     rope_theta: float = 160000.0  # base of the rotary frequencies
     norm_eps: float = 1e-7        # RMSNorm epsilon
@@ -34,27 +34,27 @@ class Settings:
     # the run and its two objectives
     data_dir: str = "data/hplt"   # what prepare.py wrote
     out_dir: str = "out/run"      # checkpoints and log.jsonl go here
-    init_from: str = ""           # start from this model; same data and batches: extend its run
+    init_from: str = ""           # start from this model, or extend its run (same data and batches)
     seed: int = 1                 # weights, data order and masks
     alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
-    repetitions: float = 1.0      # R: how often a token is read; 0: all of the text, for max_steps
-    ar_weight: float = 1.0        # weight of AR in Eq. 5; the paper's runs had 2 (see its erratum)
+    repetitions: float = 1.0      # R: how often each token is read; 0: all the text, for max_steps
+    ar_weight: float = 1.0        # weight of AR in Eq. 5; the paper's runs used 2 (see its erratum)
     # optimization
     batch_size: int = 2048        # sequences in a step, over all devices
     micro_batch_size: int = 8     # sequences in a slot: one forward pass, one objective
     max_steps: int = 8192         # optimizer steps; 0: all of the text, `repetitions` times
-    decay: float = 0.25           # in this last share of them the learning rate falls to 0
-    learning_rate: float = 0.007  # of Muon and of AdamW
+    decay: float = 0.25           # final share of the steps, in which the learning rate falls to 0
+    learning_rate: float = 0.007  # for both Muon and AdamW
     weight_decay: float = 0.1     # decoupled, on every parameter
-    momentum: float = 0.95        # of Muon
-    z_loss: float = 1e-4          # weight of logsumexp^2 beside the cross-entropy
+    momentum: float = 0.95        # for Muon
+    z_loss: float = 1e-4          # weight of logsumexp^2, which is added to the cross-entropy
     grad_clip: float = 0.0        # largest gradient norm; 0 = off, as in the paper
     # evaluation, logging, checkpoints, machine; an interval of 0 means only at the end
     eval_interval: int = 256      # steps between validations
     eval_tokens: int = 4194304    # held-out tokens that each validation reads
     save_interval: int = 256      # steps between checkpoints
     log_interval: int = 8         # steps between log lines
-    milestones: str = ""          # steps whose checkpoints stay, such as 1000,2000
+    milestones: str = ""          # steps whose checkpoints are kept, such as 1000,2000
     resume: bool = False          # continue the run in out_dir, or begin it if there is none
     device: str = "auto"          # cuda, mps or cpu
     dtype: str = "auto"           # of the forward pass: bfloat16 on CUDA, float32 elsewhere
@@ -69,7 +69,7 @@ NAMES = [field.name for field in dataclasses.fields(Settings)]
 MODEL_SETTINGS = ["n_layer", "n_head", "n_embd", "n_ff", "vocab_size", "rope_theta", "norm_eps"]
 MODEL_SETTINGS += ["extra_head"]
 
-# A resumed run may change these; all others define the run (device and dtype only its rounding).
+# A resumed run may change these; all others define the run (device and dtype only affect rounding).
 FREE_ON_RESUME = ["data_dir", "out_dir", "init_from", "eval_interval", "save_interval"]
 FREE_ON_RESUME += ["log_interval", "milestones", "resume", "device", "dtype", "compile", "wandb"]
 
@@ -81,21 +81,21 @@ HINTS = {
     "block_size": "did you mean 'seq_len'?",
     "context_length": "did you mean 'seq_len'?",
     "decay_steps": "set 'decay', a share of the steps such as 0.25",
-    "keep": "set 'milestones', the steps whose checkpoints stay, such as 1000,2000",
+    "keep": "set 'milestones', the steps whose checkpoints are kept, such as 1000,2000",
     "config": "a config file needs no flag: python train.py config/demo.py",
 }
 
 
 # ---- the command line of every script ------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
-    """Python's, except that a mistake is one line."""
+    """Python's parser, except that a mistake is reported in one line."""
 
     def error(self, message):
         die(f"{message}; {self.prog} -h lists the flags")
 
 
 def make_parser(doc):
-    """Return the parser of a script, whose docstring is its help."""
+    """Return a parser for a script, with the script's docstring as its help."""
     return Parser(
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,7 +149,7 @@ def read_config(path):
 
 
 def describe_unknown(name):
-    """Return what to say of a name that is not a setting."""
+    """Return what to say about a name that is not a setting."""
     if name in NAMES:
         return f"write --{name}, with two dashes"
     hint = f"; {HINTS[name]}" if name in HINTS else suggest(name, NAMES)
@@ -157,7 +157,7 @@ def describe_unknown(name):
 
 
 def convert(name, value):
-    """Return a value, or the text of one, as the type of a setting's default."""
+    """Convert a value, which may be text, to the type of a setting's default."""
     default = getattr(Settings, name)
     kind = type(default)
     is_text = isinstance(value, str)
@@ -184,7 +184,7 @@ def make_settings(values):
     return check(Settings(**known))
 
 
-# ---- checking them, and filling in what follows from the data ------------------------------------
+# ---- checking settings, and filling in what follows from the data --------------------------------
 def check(s):
     """Refuse settings that cannot work. Write alpha as a fraction in lowest terms."""
 
@@ -216,13 +216,13 @@ def check(s):
     ensure(s.decay <= 1, "decay", "a share of the steps, from 0 to 1")
     ensure(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")
     are_steps = re.fullmatch(r"(\d{1,15}(,\d{1,15})*)?", s.milestones)
-    ensure(are_steps, "milestones", "steps with commas between them, such as 1000,2000")
+    ensure(are_steps, "milestones", "comma-separated steps, such as 1000,2000")
     return s
 
 
 def parse_alpha(text):
     """Return alpha as the exact fraction that a text spells, or -1 if it spells none."""
-    number = r"\d{1,18}"  # with a bound: Fraction("1e999999999") would never end
+    number = r"\d{1,18}"  # bounded: Fraction("1e999999999") would never finish
     decimal = r"\d{0,18}\.?\d{1,18}(e-?\d{1,2})?"
     if re.fullmatch(f"{number}/{number}|{decimal}", text):
         try:
@@ -233,10 +233,10 @@ def parse_alpha(text):
 
 
 def recommend_alpha(repetitions, run_slots):
-    """Return the paper's Remarks 1 and 2 in one line, as a fraction that a run can schedule.
+    """Return the alpha of the paper's Remarks 1 and 2, as a fraction that a run can schedule.
 
     63/64 up to 16 repetitions, then 16 repetitions of AR. (The paper leaves 16 < R <= 32 open. At
-    R = 32 this gives 1/2, where its best was 3/4.) Of fewer than 64 slots in a run, one is MD.
+    R = 32 this gives 1/2, where its best was 3/4.) If a run has fewer than 64 slots, one is MD.
     """
     finest = min(64, run_slots)
     alpha = Fraction(16 / repetitions).limit_denominator(finest)
@@ -248,7 +248,7 @@ def fill_in(s, n_ids, n_tokens):
     if s.vocab_size == 0:
         s.vocab_size = n_ids
     if s.vocab_size < n_ids:
-        die(f"vocab_size {s.vocab_size} is too small: {s.data_dir} has {n_ids} ids (0: as many)")
+        die(f"vocab_size {s.vocab_size} is too small: {s.data_dir} has {n_ids} ids (0 means all)")
     n_windows = n_tokens // s.seq_len
     if n_windows == 0:
         die(
@@ -257,7 +257,7 @@ def fill_in(s, n_ids, n_tokens):
         )
 
     # max_steps = 0: all of the text, `repetitions` times. repetitions = 0: all of it, as often as
-    # max_steps allows. Less than once is a part of it, once.
+    # max_steps allows. Less than once means a part of it, read once.
     if s.max_steps == 0:
         s.max_steps = max(1, int(n_windows * s.repetitions) // s.batch_size)
         s.repetitions = max(s.repetitions, s.max_steps * s.batch_size / n_windows)
@@ -272,6 +272,6 @@ def fill_in(s, n_ids, n_tokens):
     if alpha.denominator > run_slots:
         die(
             f"alpha {s.alpha} cannot be scheduled: it needs {alpha.denominator:,} slots, this run "
-            f"has {run_slots:,} (max_steps * batch_size / micro_batch_size); the nearest that can "
-            f"is {alpha.limit_denominator(run_slots)}"
+            f"has {run_slots:,} (max_steps * batch_size / micro_batch_size); the nearest possible "
+            f"alpha is {alpha.limit_denominator(run_slots)}"
         )

@@ -10,8 +10,8 @@ A prepared folder (see prepare.py) holds
     tokenizer.json       the tokenizer
     meta.json            counts; the size and the hash of every file
 
-Shapes: B sequences of T tokens. A window has T + 1 of them: T inputs, and T targets, each one token
-later. `s` is the Settings of configurator.py throughout.
+Shapes: B sequences of T tokens. A window has T + 1 tokens: T inputs, and T targets, each one token
+later. Throughout, `s` is a Settings (see configurator.py).
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import default_rng  # default_rng(key): the same key, the same numbers
+from numpy.random import default_rng  # default_rng(key): the same key gives the same numbers
 
 from errors import die
 from tokenizer import SpecialIds, find_special_ids, parse_tokenizer
@@ -83,7 +83,7 @@ def open_corpus(data_dir):
             die(f"{data_dir} has format {meta['version']}, not {FORMAT_VERSION}: prepare it again")
         for name in FILES:
             if fingerprint(folder / name) != meta["files"][name]:
-                die(f"{folder / name} is not as meta.json describes it: run prepare.py again")
+                die(f"{folder / name} does not match meta.json: run prepare.py again")
 
         splits = {}
         for name in ("train", "val"):
@@ -117,8 +117,8 @@ def open_corpus(data_dir):
 class Stream:
     """The windows of a run.
 
-    R repetitions mean that of the N windows in all, W = ceil(N / R) are unique. A seeded choice of
-    documents has exactly W * T tokens, the last document being cut. Every epoch permutes these
+    With R repetitions, W = ceil(N / R) of the N windows in a run are unique. A seeded choice of
+    documents has exactly W * T tokens, with the last document cut. Every epoch permutes these
     documents anew, packs them into one stream <s> x1 .. xn <s> y1 .. ym ..., closes it with <s>,
     and cuts it into W windows, which are read in shuffled order.
 
@@ -132,7 +132,7 @@ class Stream:
         self.special = corpus.special
         self.tokens = tokens
         self.T = s.seq_len
-        # Rounded first: W itself must come out where repetitions were computed as n_windows / W.
+        # Round first: if repetitions were computed as n_windows / W, this must give exactly W.
         self.W = max(1, math.ceil(round(n_windows / s.repetitions, 6)))
         self.epoch = None
 
@@ -184,7 +184,7 @@ class Example(NamedTuple):
 
 
 def slots_per_step(s):
-    """Return the number of slots in a step. A slot is one micro-batch, of one objective."""
+    """Return the number of slots in a step. A slot is one micro-batch, with one objective."""
     return s.batch_size // s.micro_batch_size
 
 
@@ -206,17 +206,17 @@ def ar_example(x0, u, generator, special):
 def find_maskable(x0, special):
     """Return the positions in x0 that may be masked.
 
-    Not the special tokens, not x0[0], which nothing predicts, not x0[T], which is not an input.
+    This leaves out special tokens, x0[0] (nothing predicts it) and x0[T] (it is not an input).
     """
     return 1 + np.flatnonzero(~np.isin(x0[1:-1], special.all))
 
 
 def md_example(x0, u, generator, special):
-    """Eq. 4 per token: 1/M int_0^1 E[1/t * sum of CE over the masked] dt, of M maskable tokens.
+    """Eq. 4 per token: 1/M int_0^1 E[1/t * sum of CE over the masked] dt, for M maskable tokens.
 
-    t is the probability of a mask. In that integral, a set of k masked tokens has the weight
+    t is the probability of a mask. In that integral, a set of k masked tokens has weight
     int t^(k-1) (1-t)^(M-k) dt = 1 / (k C(M, k)). The same weights arise if k is uniform on 1..M,
-    the k tokens are a uniform choice, and the loss is their mean CE. So we draw k, from a u that is
+    the k tokens are drawn uniformly, and the loss is their mean CE. So we draw k, from a u that is
     uniform on [0, 1), and never t: this is exact, needs no epsilon and has less variance.
     """
     maskable = find_maskable(x0, special)
@@ -236,17 +236,17 @@ OBJECTIVES = {"ar": ar_example, "md": md_example}
 
 # ---- batches -------------------------------------------------------------------------------------
 class Batch(NamedTuple):
-    """Sequences of one objective. In training the weights of each sum to 1 (0 without targets)."""
+    """Sequences for one objective. In training, each one's weights sum to 1 (0 without targets)."""
 
     inputs: torch.Tensor  # (B, T) token ids
     targets: torch.Tensor  # (B, T) token ids
     weights: torch.Tensor  # (B, T)
-    segments: torch.Tensor  # (B, T): each position's document; never 0, which make_mask shares
+    segments: torch.Tensor  # (B, T): each position's document; never 0, which all segments see
     prefix: torch.Tensor  # (B,): how many leading positions all queries see
     objective: str
 
     def to(self, device):
-        """Copy the tensors to a device. From pinned memory a GPU fetches them while it works."""
+        """Copy the tensors to a device. A GPU can fetch them from pinned memory while it works."""
         tensors = self[:-1]
         if device == "cuda":
             tensors = [tensor.pin_memory() for tensor in tensors]
@@ -254,9 +254,9 @@ class Batch(NamedTuple):
 
 
 def make_batch(windows, examples, objective, special):
-    """Stack windows and what an objective made of them."""
+    """Stack windows and the examples that an objective made of them."""
     inputs = np.stack([example.inputs for example in examples])
-    targets = np.stack([x0[1:] for x0 in windows])  # the one shift: state i predicts token i + 1
+    targets = np.stack([x0[1:] for x0 in windows])  # the only shift: state i predicts token i + 1
     weights = np.stack([example.weights for example in examples])
     # A document is recognized by the <s> that opens it, which is never masked.
     segments = 1 + np.cumsum(inputs == special.bos, axis=1)
@@ -295,7 +295,7 @@ def train_batch(stream, s, step, slot):
 
 
 def count_val_windows(corpus, s):
-    """Return how many held-out windows a validation reads: whole batches, if it fills one."""
+    """Return how many held-out windows a validation reads: whole batches if it fills any."""
     n = min(s.eval_tokens, len(corpus.val.tokens) - 1) // s.seq_len
     if n > s.micro_batch_size:
         n -= n % s.micro_batch_size
@@ -303,27 +303,27 @@ def count_val_windows(corpus, s):
 
 
 def count_val_sequences(corpus, s):
-    """Return how many sequences a validation scores: at least 8, each with another mask count.
+    """Return how many sequences a validation scores: at least 8, each with its own mask count.
 
-    A few windows are read several times, since the mean over so few counts would not be Eq. 4.
+    If there are few windows, each is read several times: the mean over few counts is not Eq. 4.
     """
     n = count_val_windows(corpus, s)
     return n * math.ceil(8 / n)
 
 
 def bytes_per_token(corpus, s):
-    """Return how many bytes of text a held-out token stands for, special ones not counted."""
+    """Return how many bytes of text a held-out token stands for, not counting special ones."""
     tokens = corpus.val.tokens[: count_val_windows(corpus, s) * s.seq_len]
     text = parse_tokenizer(corpus.tokenizer_json).decode(tokens.tolist())
-    n_special = int(np.isin(tokens, corpus.special.all).sum())  # a checkpoint takes no numpy types
+    n_special = int(np.isin(tokens, corpus.special.all).sum())  # checkpoints hold no numpy types
     return len(text.encode()) / max(len(tokens) - n_special, 1)
 
 
 def val_batches(corpus, s, rank=0, world=1):
     """Yield a rank's pairs of batches, AR and MD. Both score the same targets, the maskable ones.
 
-    The masks depend on the held-out text and the shape of the batches alone. The weights of a
-    sequence sum to its number of targets: the held-out losses are means over tokens. (Training
+    The masks depend only on the held-out text and the shape of the batches. The weights of a
+    sequence sum to its number of targets, so held-out losses are means over tokens. (Training
     also predicts each document's closing <s> in AR, so train_ar is not quite the same quantity.)
     """
     T, B = s.seq_len, s.micro_batch_size

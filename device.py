@@ -35,7 +35,7 @@ def choose_device(device="auto", dtype="auto"):
 
     has_bf16 = False
     if device == "cuda":
-        # The modulo: a launcher may show each process its own device alone, as number 0.
+        # The modulo is for launchers that show each process only its own device, as number 0.
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         n_devices = torch.cuda.device_count()
         if local_rank >= n_devices > 1:
@@ -74,7 +74,7 @@ def sum_over_ranks(tensor):
 
 
 def any_rank(flag):
-    """Say on every rank whether the flag is set on any of them."""
+    """Return, on every rank, whether the flag is set on any of them."""
     return sum_over_ranks(torch.tensor(float(flag))).item() > 0
 
 

@@ -2,7 +2,7 @@
 Errors that a user can fix, each in one line: what is wrong, and what to do. Also two small helpers
 that several scripts share.
 
-Nothing here needs a package beyond Python's own, so that a missing one can be reported too.
+This file imports only the standard library, so that a missing package can be reported too.
 """
 
 import difflib
@@ -19,7 +19,7 @@ OUT_OF_MEMORY = (
 
 
 def die(message):
-    """End this process with one line, for a user's mistake or a machine's refusal; status 1."""
+    """Print one line and exit with status 1, when the user or the machine is at fault."""
     let_the_first_rank_speak()
     sys.exit("error: " + " ".join(str(message).split()))
 
@@ -36,8 +36,8 @@ def report(kind, error, trace):
         package = error.name.partition(".")[0]
         names = {"sklearn": "scikit-learn", "backports": "backports.zstd"}
         sys.exit(f"error: {error}: pip install {names.get(package, package)}")
-    if isinstance(error, BrokenPipeError):  # such as of `sweep.py table | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to come
+    if isinstance(error, BrokenPipeError):  # as from `sweep.py table | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for any further output
         sys.exit(1)
     if isinstance(error, OSError):
         sys.exit(f"error: {error}")
@@ -59,7 +59,7 @@ def let_the_first_rank_speak():
     printed once; a problem that only this rank has is still printed, a few seconds later.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # train.py's handler only takes note of it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # train.py's handler only records it
         time.sleep(5)
 
 
@@ -68,7 +68,7 @@ def suggest(name, names):
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f", did you mean '{close[0]}'?"
-    return f"; there are: {', '.join(names) or 'none'}"
+    return f"; available: {', '.join(names) or 'none'}"
 
 
 def write_atomically(path, text):

@@ -1,6 +1,6 @@
 """
 The model: one Llama transformer, used causally, bidirectionally, or with a bidirectional prefix.
-The attention mask is an argument, so one set of weights serves every mode, and nothing is switched.
+The attention mask is an argument, so one set of weights serves every mode with nothing to switch.
 
 Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary.
 """
@@ -17,9 +17,9 @@ def make_mask(segments, positions, prefix, sparse=False):
 
     A query sees a key of its own segment (a document of a window), or of segment 0 (a context that
     all segments share), if the key is not in the future, or is among the first `prefix` positions.
-    A prefix of 0 is causal (AR), of T bidirectional (MD), between them a prefix language model.
+    A prefix of 0 is causal (AR), T is bidirectional (MD), any other is a prefix language model.
 
-    segments, positions: (B, T); prefix: (B,). The mask is a boolean (B, 1, T, T), or if sparse a
+    segments, positions: (B, T); prefix: (B,). The mask is a boolean (B, 1, T, T), or, if sparse, a
     BlockMask for FlexAttention, which lets a GPU skip the blocks that nothing sees.
     """
 
@@ -42,7 +42,7 @@ def make_mask(segments, positions, prefix, sparse=False):
 class Linear(nn.Module):
     """A matrix in fp32, applied in the type of its input.
 
-    In another type than fp32 it may be padded with rows and columns of zeros: see Block.
+    In any type but fp32 it may be padded with rows and columns of zeros: see Block.
     """
 
     def __init__(self, d_in, d_out, zero_rows=0, zero_columns=0):
@@ -52,7 +52,7 @@ class Linear(nn.Module):
         self.packed = None  # the matrix in oneDNN's layout: see freeze
 
     def cast(self, dtype):
-        """Return the matrix in another type, padded; itself if that is its type."""
+        """Return the matrix cast to a type and padded, or itself if it has that type already."""
         if self.weight.dtype == dtype:  # fp32, or cast and padded already: see freeze
             return self.weight
         weight = self.weight.to(dtype)
@@ -65,7 +65,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, its weight cast to the type of the input, as in Linear."""
+    """torch's RMSNorm, with its weight cast to the type of the input, as in Linear."""
 
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -89,13 +89,13 @@ class KVCache:
     """The keys and values that a block has computed so far, so that new tokens can see them."""
 
     def __init__(self, shape, dtype, device):
-        """shape: (B, H, S, K), where S is the largest number of tokens to come."""
+        """shape: (B, H, S, K), where S is the largest number of tokens it can hold."""
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
 
     def extend(self, keys, values):
-        """Add those of the newest tokens, and return those of all tokens so far."""
+        """Add the keys and values of the newest tokens, and return those of all tokens so far."""
         start, self.length = self.length, self.length + keys.shape[2]
         self.keys[:, :, start : self.length] = keys
         self.values[:, :, start : self.length] = values
@@ -112,8 +112,8 @@ class Block(nn.Module):
         self.v = Linear(s.n_embd, s.n_embd)
         self.o = Linear(s.n_embd, s.n_embd)
         self.ff_norm = RMSNorm(s.n_embd, s.norm_eps)
-        # Tensor cores want rows of a multiple of 128 bytes, so in bf16 n_ff is padded to a multiple
-        # of 64. The padding stays 0 throughout, silu(0) * 0, and changes nothing.
+        # Tensor cores want rows that are multiples of 128 bytes, so in bf16 n_ff is padded to a
+        # multiple of 64. The padding stays 0 throughout, silu(0) * 0, and changes nothing.
         padding = -s.n_ff % 64
         self.gate = Linear(s.n_embd, s.n_ff, zero_rows=padding)
         self.up = Linear(s.n_embd, s.n_ff, zero_rows=padding)
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         """Draw the weights as the released code does: normal, truncated at two sigma.
 
         The matrices that write to the residual stream (o, down) stay 0, so that every block starts
-        as the identity. The deeper a block, the smaller its SwiGLU.
+        as the identity. The deeper a block, the smaller its SwiGLU weights.
         """
         V, D = self.embed.weight.shape
         inner_std = (2 / (5 * D)) ** 0.5
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         """Make the model faster to use, on this device, and impossible to train.
 
         Every matrix is cast once instead of at every use. On a CPU, wide ones are packed for
-        oneDNN: 1.3 to 2.5 times as fast on two cores from width 512 on, but slower below.
+        oneDNN: 1.3 to 2.5 times as fast on two cores from width 512 up, but slower below.
         """
         is_wide = self.embed.embedding_dim >= 512
         pack = device == "cpu" and is_wide and torch.backends.mkldnn.is_available()
@@ -217,7 +217,7 @@ class Transformer(nn.Module):
             if isinstance(layer, Linear):
                 layer.weight = nn.Parameter(layer.cast(self.dtype), requires_grad=False)
                 if pack:
-                    # 512: the number of tokens to optimize for; the best for fewer, too
+                    # 512: the number of tokens to optimize for; also the best for fewer
                     layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, 512)
         self.to(device, self.dtype)
 
@@ -243,7 +243,7 @@ class Transformer(nn.Module):
 class HeadLoss(torch.autograd.Function):
     """The head and its loss: the sum over all positions of w (CE + z lse^2), lse = logsumexp.
 
-    The logits of all sequences would not fit into memory. Those of one sequence exist at a time,
+    The logits of all sequences would not fit in memory. Only one sequence's logits exist at a time,
     and their gradient is computed right away, in the forward pass; backward only scales it.
     """
 
@@ -251,8 +251,8 @@ class HeadLoss(torch.autograd.Function):
     def sequence_loss(logits, targets, weights, z):
         """Return a sequence's loss, its cross-entropy, and the gradient of the loss.
 
-        logits and gradient (T, V), targets and weights (T, 1). In place, since on a CPU memory
-        traffic counts; on a GPU train.py compiles it.
+        logits and gradient (T, V), targets and weights (T, 1). It works in place, because memory
+        traffic counts on a CPU; on a GPU train.py compiles it.
         """
         dtype = logits.dtype
         logits = logits.float()
@@ -275,7 +275,7 @@ class HeadLoss(torch.autograd.Function):
         """h (B, T, D), head (V, D), targets and weights (B, T) -> the loss, and the sum of w CE."""
         W = head.to(h.dtype)
         loss, ce = torch.zeros(2, device=h.device)
-        training = ctx.needs_input_grad[0]  # [1], of a parameter, is true under no_grad too
+        training = ctx.needs_input_grad[0]  # [1] is for a parameter: true under no_grad too
         if training:
             dh = torch.empty_like(h)
             dW = torch.zeros_like(head)

@@ -6,7 +6,7 @@ The bidirectional half of a dual model, for transformers; load it with trust_rem
     AutoModel                            the hidden states alone, to be fine-tuned as an encoder
     AutoModelForSequenceClassification   the same with a new head, which reads the last token
 
-AutoModelForCausalLM needs nothing of this: it loads the same weights as a plain Llama.
+AutoModelForCausalLM needs none of this: it loads the same weights as a plain Llama.
 """
 
 import torch

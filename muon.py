@@ -23,7 +23,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def orthogonalize(G):
     """Map every matrix U S V^T of a stack (n, rows, cols) to about U V^T.
 
-    Newton-Schulz: X <- aX + (bA + cA^2)X with A = X X^T changes the singular values alone. Five
+    Newton-Schulz: X <- aX + (bA + cA^2)X with A = X X^T changes only the singular values. Five
     steps bring all but tiny ones into a band around 1, about 0.7 to 1.2; the coefficients
     trade convergence to 1 for speed.
     """
@@ -45,7 +45,7 @@ def orthogonalize(G):
 class Host:
     """The ranks that share this host, and this rank's peers: one rank on every other host.
 
-    Gradients are scattered within the host, where it is fast and each rank gets whole matrices,
+    Gradients are scattered within the host, where that is fast and each rank gets whole matrices,
     and then summed over the peers.
     """
 
@@ -54,7 +54,7 @@ class Host:
         rank = dist.get_rank() if world > 1 else 0
         self.size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world > 1 else 1
         self.rank = rank % self.size
-        # If sizes differ, this is true on one rank at least.
+        # If sizes differ, this is true on at least one rank.
         if sum_over_ranks(torch.tensor(self.size)) != world * self.size:
             die("every host must run the same number of processes")
         self.n_hosts = world // self.size
@@ -71,9 +71,9 @@ class Host:
 
 
 class Stack:
-    """Matrices of one shape as views of one tensor (n, rows, cols), their gradients of another.
+    """Matrices of one shape as views of one tensor (n, rows, cols); gradients are views of another.
 
-    Zeros fill n up to a multiple of the ranks of a host. Each rank owns one slice of whole
+    Zeros pad n to a multiple of the ranks on a host. Each rank owns one slice of whole
     matrices: it alone updates them and keeps their momentum.
     """
 
@@ -94,8 +94,8 @@ class Muon(torch.optim.Optimizer):
     """Muon, its work shared between ranks. Call reduce, step and zero_grad, in this order.
 
     For each shape of matrices this is one reduce-scatter of the gradients (and an all-reduce across
-    hosts), Newton-Schulz on the rank's own slice, and one all-gather of the weights. `dtype` is the
-    type of Newton-Schulz.
+    hosts), Newton-Schulz on the rank's own slice, and one all-gather of the weights. Newton-Schulz
+    runs in `dtype`.
     """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.1, dtype=torch.float32):
@@ -136,7 +136,7 @@ class Muon(torch.optim.Optimizer):
             stack.momentum.mul_(momentum).add_(grads)
             nesterov = grads.add_(stack.momentum, alpha=momentum)  # overwrites the gradient
             update = orthogonalize(nesterov.to(self.dtype))
-            scale = 0.2 * max(weights.shape[1:]) ** 0.5  # to an RMS of 0.2, as AdamW's typically is
+            scale = 0.2 * max(weights.shape[1:]) ** 0.5  # to an RMS of 0.2, typical of AdamW
             weights.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * scale)
             if self.host.size > 1:
                 all_gather(stack.weights, weights, group=self.host.group)

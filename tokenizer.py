@@ -1,6 +1,6 @@
 """
-What a tokenizer is here: a tokenizer.json of the `tokenizers` library, with a token that opens
-every document and a <mask>. prepare.py trains one, or takes another model's.
+A tokenizer here is a tokenizer.json of the `tokenizers` library, with a token that opens every
+document and a <mask>. prepare.py trains one, or takes another model's.
 """
 
 import json
@@ -48,7 +48,7 @@ def parse_tokenizer(tokenizer_json):
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # it is written in Rust, and panics with a kind of its own
+    except BaseException as error:  # it is written in Rust, and its panics have their own type
         raise ValueError(f"not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -57,7 +57,7 @@ def parse_tokenizer(tokenizer_json):
 
 
 def with_mask_token(tokenizer_json):
-    """Return the tokenizer.json with a special token <mask>; if it had none, with the next id."""
+    """Return the tokenizer.json with a special token <mask>, added as the next id if missing."""
     tokenizer = parse_tokenizer(tokenizer_json)
     if any(token.content == "<mask>" for token in tokenizer.get_added_tokens_decoder().values()):
         return tokenizer_json
@@ -65,7 +65,7 @@ def with_mask_token(tokenizer_json):
     tokenizer.add_special_tokens(["<mask>"])
     # `tokenizers` counts the tokens to find a new id: wrong if some ids are unused.
     if tokenizer.token_to_id("<mask>") != vocab.get("<mask>", 1 + max(vocab.values())):
-        raise ValueError("some of its ids are unused, so that no <mask> can be added")
+        raise ValueError("some of its ids are unused, so no <mask> can be added")
     return tokenizer.to_str(pretty=True)
 
 
@@ -76,7 +76,7 @@ def read_tokenizer(path):
         tokenizer_json = with_mask_token(path.read_text("utf-8"))
         find_special_ids(tokenizer_json)  # refuses one without <s>
     except Exception as error:  # a damaged file can raise anything
-        die(f"{path} is not a tokenizer.json that can be used: {type(error).__name__}: {error}")
+        die(f"{path} is not a usable tokenizer.json: {type(error).__name__}: {error}")
     return tokenizer_json
 
 
@@ -103,7 +103,7 @@ def train_tokenizer(texts, vocab_size):
 
 
 def is_ours(tokenizer):
-    """Say whether a tokenizer is one of train_tokenizer's, whatever its vocabulary."""
+    """Return whether a tokenizer is one of train_tokenizer's, whatever its vocabulary."""
     ours = new_tokenizer()
     ours.add_special_tokens(SPECIAL_TOKENS)
     configs = [json.loads(ours.to_str()), json.loads(tokenizer.to_str())]

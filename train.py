@@ -6,7 +6,7 @@ Train a dual-objective language model.
     python train.py --resume --out_dir=out/demo                   # continue after a stop, exactly
     python train.py config/demo.py --resume                       # continue, or begin
     python train.py config/demo.py --init_from=out/base           # start from another model
-    torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, also over hosts
+    torchrun --nproc_per_node=8 train.py config/rep16_a63_64.py   # many GPUs, on one or more hosts
 """
 
 import json
@@ -26,7 +26,7 @@ from pathlib import Path
 from errors import die, report
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports: a missing package is one line too
+    sys.excepthook = report  # before the large imports, so that a missing package is one line too
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -42,7 +42,7 @@ from muon import Muon
 # ---- settings, device, ranks ---------------------------------------------------------------------
 if not sys.argv[1:]:
     die("which run? For a first one: python prepare.py && python train.py config/demo.py; or -h")
-named = read_settings(sys.argv[1:], __doc__)  # what config files and flags say
+named = read_settings(sys.argv[1:], __doc__)  # what config files and flags set
 s = make_settings(named)
 device, dtype = choose_device(s.device, s.dtype)
 rank, world = join_ranks(device)
@@ -78,7 +78,7 @@ if newest:
     s = make_settings(saved["settings"] | here | named)
 elif s.init_from:
     saved = checkpoint.load_checkpoint(s.init_from)
-if s.init_from:  # also to continue: the run's own checkpoint has the same shape
+if s.init_from:  # when resuming too: the run's own checkpoint has the same shape
     checkpoint.adopt_model(saved, s)
 if s.extra_head:
     die("extra_head is for reading the released models; it cannot be trained")
@@ -145,28 +145,28 @@ if s.compile and device != "mps":
 # ---- where the run stands ------------------------------------------------------------------------
 step = 0
 records = []  # what log.jsonl holds
-# Since the last record, for each objective: the sum of its losses, the number of its sequences.
+# For each objective, since the last record: the sum of its losses and the number of sequences.
 running = {name: [0.0, 0.0] for name in data.OBJECTIVES}
 if saved:
     try:
         model.load_state_dict(saved["model"])
-        if checkpoint.extends(saved, s, corpus.files):  # otherwise, a run of its own begins
+        if checkpoint.extends(saved, s, corpus.files):  # otherwise a new run begins
             muon.load_momentum(saved["momentum"])
-            # The moments are the checkpoint's; weight decay and the like are those of this run.
+            # The moments are the checkpoint's; weight decay and the like are this run's.
             groups = adamw.state_dict()["param_groups"]
             adamw.load_state_dict({"state": saved["adamw"]["state"], "param_groups": groups})
             step = saved["step"]
             records = saved["records"]
             running = saved["running"]
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        die(f"the checkpoint in {newest or s.init_from} is of another model: {error}")
+        die(f"the checkpoint in {newest or s.init_from} belongs to another model: {error}")
     if newest:
         say(f"continuing {s.out_dir} at step {step}")
     else:
         say(f"starting from {s.init_from} at step {step}")
         if step >= s.max_steps:
             die(f"{s.init_from} has {step} steps already: raise max_steps")
-        for record in records:  # the run goes on: it is not done any more
+        for record in records:  # the run continues: it is no longer done
             record.pop("done", None)
             record.pop("overfit", None)
 if sum_over_ranks(torch.tensor(step)) != step * world:
@@ -175,12 +175,12 @@ del saved
 
 if rank == 0:
     log_file = open(os.path.join(s.out_dir, "log.jsonl"), "w", buffering=1)  # line by line
-    for record in [{"settings": vars(s)}, *records]:  # what came after the checkpoint comes again
+    for record in [{"settings": vars(s)}, *records]:  # what followed the checkpoint is redone
         log_file.write(json.dumps(record) + "\n")
     if s.wandb:
         import wandb
 
-        id_file = Path(s.out_dir, "wandb_id")  # a continued run is the same one there
+        id_file = Path(s.out_dir, "wandb_id")  # a resumed run keeps its id there
         if not (newest and id_file.exists()):
             id_file.write_text(uuid.uuid4().hex)
         run_id = id_file.read_text()
@@ -194,14 +194,14 @@ nats_to_bits = 1 / (math.log(2) * data.bytes_per_token(corpus, s))  # per token 
 @torch.no_grad()
 def validate():
     """Return both held-out losses, in nats per token and bits per byte, on any number of ranks."""
-    total = torch.zeros(3, dtype=torch.float64)  # sum of AR losses, of MD losses; targets
+    total = torch.zeros(3, dtype=torch.float64)  # sums: AR losses, MD losses, targets
     n_batches = math.ceil(data.count_val_sequences(corpus, s) / s.micro_batch_size / world)
     silent = True if rank > 0 else None  # None: only a terminal shows it
     batches = data.val_batches(corpus, s, rank, world)
     for ar, md in tqdm(batches, "validation", n_batches, leave=False, disable=silent):
         losses = []
         for batch in (ar, md):
-            # z_loss does not enter ce. With it, the compiled code is that of training.
+            # z_loss does not affect ce. It is passed to share the compiled code with training.
             _, ce = model.loss(batch.to(device), s.z_loss)
             losses.append(ce.item())
         total += torch.tensor([*losses, ar.weights.sum()], dtype=torch.float64)
@@ -217,11 +217,11 @@ def validate():
 
 
 def save():
-    """Save all that is needed to continue, on any number of devices."""
+    """Save everything that is needed to continue, on any number of devices."""
     momentum = muon.gather_momentum()
     if rank > 0:
         return
-    # Copies: the matrices are views of Muon's stacks, and a view is saved with all of its stack.
+    # Copies: the matrices are views of Muon's stacks, and a view is saved with its whole stack.
     weights = {name: p.to("cpu", copy=True) for name, p in model.state_dict().items()}
     content = {
         "format": checkpoint.CHECKPOINT_FORMAT,
@@ -291,14 +291,14 @@ say(
     f"{float((1 - alpha) * R):.4g} times (standard deviation {deviation:.1f})"
 )
 if alpha * R > 32:
-    say("AR tends to overfit from about 16 times on: --alpha=auto gives it that many")
+    say("AR tends to overfit beyond about 16 times: --alpha=auto gives it that many")
 if n_slots % alpha.denominator != 0:
-    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: its mix varies")
+    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: the mix varies")
 
 
-# ---- the loop: one round more than steps, so that the last weights are evaluated and saved too ---
+# ---- the loop: one more round than steps, so that the last weights are evaluated and saved too ---
 def prefetch(step, slot):
-    """Start preparing a batch in the background; past the last slot of a step, one of the next."""
+    """Start preparing a batch in the background; past the last slot, one for the next step."""
     step, slot = step + slot // n_slots, slot % n_slots
     if step < s.max_steps:
         return pool.submit(data.train_batch, stream, s, step, slot)
@@ -347,14 +347,14 @@ while True:
         break
 
     # ---- forward and backward: batch_size sequences, a share alpha of them AR, the rest MD -------
-    # For each objective: the sum of its losses over sequences, and the number of these.
+    # For each objective: the sum of its losses over sequences, and the number of sequences.
     losses = {name: torch.zeros(2, device=device) for name in data.OBJECTIVES}
     for slot in range(rank, n_slots, world):
         batch = upcoming.result().to(device)
         upcoming = prefetch(step, slot + world)
         loss, ce = model.loss(batch, s.z_loss)  # each the sum over the slot's sequences
         # Eq. 5, alpha L_AR + (1 - alpha) L_MD, is a mean over sequences, a share alpha of them AR.
-        # Within a sequence the weights sum to 1; backward() sums the slots, the ranks follow below.
+        # Within a sequence the weights sum to 1; backward() sums over slots; ranks follow below.
         objective_weight = s.ar_weight if batch.objective == "ar" else 1.0
         (loss * objective_weight / s.batch_size).backward()
         losses[batch.objective][0] += ce
@@ -365,11 +365,11 @@ while True:
     all_reduce_gradients(others)  # embedding, head, norms: on every rank
     norm = (matrix_square + get_total_norm([p.grad for p in others]) ** 2) ** 0.5
 
-    # ---- before anything is updated: is all finite, was anyone told to stop? ---------------------
+    # ---- before anything is updated: is everything finite, was anyone told to stop? --------------
     totals = sum_over_ranks(torch.stack(list(losses.values()))).tolist()
     if not math.isfinite(norm.item() + sum(total for total, _ in totals)):
         die(
-            f"loss or gradient is not finite at step {step}, which has updated nothing; the last "
+            f"loss or gradient is not finite at step {step}, so nothing was updated; the last "
             "checkpoint is intact: try a lower learning_rate"
         )
     stopping = any_rank(stop_signal > 0)
@@ -390,7 +390,7 @@ pool.shutdown()
 folder = shlex.quote(s.out_dir)
 if not last:
     say(f"stopped at step {step}, saved; to continue: python train.py --resume --out_dir={folder}")
-    sys.exit(128 + (stop_signal or signal.SIGTERM))  # 0: the signal came to another rank
+    sys.exit(128 + (stop_signal or signal.SIGTERM))  # 0: another rank got the signal
 say(f"done, see {s.out_dir}. Next:")
 say(f"  python eval.py --ckpt {folder}")
 say(f"  python sample.py --ckpt {folder}")

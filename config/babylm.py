@@ -4,7 +4,7 @@
 #   python train.py config/babylm.py
 # 31M parameters. 8 slots of 16 sequences x 512 tokens = 65,536 tokens a step.
 # alpha: "auto" would be 63/64 at 10 repetitions. 15/16 gives MD four times as many sequences, and
-# costs AR nothing at 226k parameters (NOTES.md). Not run at this size by us.
+# costs AR nothing at 226k parameters (NOTES.md). We have not run it at this size.
 import json
 import os
 
@@ -26,7 +26,7 @@ eval_tokens = 1048576
 save_interval = 100
 log_interval = 10
 
-# The challenge asks for checkpoints after 1M, 2M, ... 10M, 20M, ... 100M words, the end.
+# The challenge asks for checkpoints after 1M, 2M, ... 10M, 20M, ... 100M words (the end).
 _meta = os.path.join(data_dir, "meta.json")
 if os.path.exists(_meta):
     with open(_meta) as _file:

@@ -178,7 +178,7 @@ SETTINGS = {
     ),
     "alpha above 1": train("'alpha' must be a share from 0 to 1", alpha="65/64"),
     "alpha too long": train("'alpha' must be a share from 0 to 1", alpha="1e999999999"),
-    "alpha too fine": train("the nearest that can is 1", alpha="8191/8192"),
+    "alpha too fine": train("the nearest possible alpha is 1", alpha="8191/8192"),
     "rate too long": train("'learning_rate' must be from 0 to 1e15", learning_rate="1" + "0" * 400),
     "nested too deeply": train("--seed: expected int", seed="-" * 9999 + "1"),
     "too many layers": train("'n_layer' must be at most 1000", n_layer=10**12),
@@ -210,11 +210,11 @@ TINY = "data/tiny"
 DATA = {
     "none": train("data/x is not a prepared folder, meta.json is missing", data_dir="data/x"),
     "a text": train("make it with: python prepare.py", write("a.txt", b"a"), data_dir="a.txt"),
-    "train.bin truncated": train(f"{TINY}/train.bin is not as", truncate(f"{TINY}/train.bin")),
-    "train.bin flipped": train(f"{TINY}/train.bin is not as", flip(f"{TINY}/train.bin")),
-    "train.idx flipped": train(f"{TINY}/train.idx is not as", flip(f"{TINY}/train.idx")),
-    "val.bin truncated": train(f"{TINY}/val.bin is not as", truncate(f"{TINY}/val.bin")),
-    "tokenizer changed": train("tokenizer.json is not as", flip(f"{TINY}/tokenizer.json")),
+    "train.bin truncated": train(f"{TINY}/train.bin does not match", truncate(f"{TINY}/train.bin")),
+    "train.bin flipped": train(f"{TINY}/train.bin does not match", flip(f"{TINY}/train.bin")),
+    "train.idx flipped": train(f"{TINY}/train.idx does not match", flip(f"{TINY}/train.idx")),
+    "val.bin truncated": train(f"{TINY}/val.bin does not match", truncate(f"{TINY}/val.bin")),
+    "tokenizer changed": train("tokenizer.json does not match", flip(f"{TINY}/tokenizer.json")),
     "no tokenizer": train("tokenizer.json is missing", remove(f"{TINY}/tokenizer.json")),
     "no train.bin": train("train.bin is missing", remove(f"{TINY}/train.bin")),
     "meta truncated": train("data/tiny is damaged", truncate(f"{TINY}/meta.json")),
@@ -239,7 +239,7 @@ DATA = {
     ),
 }
 
-OLDER = "remove it to go on from out/run/ckpt_4.pt"
+OLDER = "remove it to continue from out/run/ckpt_4.pt"
 EARLIER = "cannot be continued: another version wrote it, or it is an imported model"
 RUN_DIRECTORY = {
     "taken": train("out/run holds a run already: continue it with --resume", out_dir="out/run"),
@@ -265,9 +265,9 @@ RUN_DIRECTORY = {
     "something else": resume(OLDER, edit_checkpoint(dict.clear)),
     "compressed": resume("it is compressed", compress),
     "too little momentum": resume(
-        "is of another model", edit_checkpoint(lambda content: content["momentum"].pop())
+        "belongs to another model", edit_checkpoint(lambda content: content["momentum"].pop())
     ),
-    "other weights": resume("is of another model", edit_checkpoint(other_shape)),
+    "other weights": resume("belongs to another model", edit_checkpoint(other_shape)),
     "no momentum": resume("momentum", edit_checkpoint(lambda content: content.pop("momentum"))),
     "weights alone": resume(EARLIER, edit_checkpoint(weights_alone)),
     "of other code": resume(
@@ -283,7 +283,7 @@ RUN_DIRECTORY = {
 
 FULL_DISKS = {
     "at a checkpoint": resume(
-        "could not write ckpt_6.pt in out/run; the one before is intact",
+        "could not write ckpt_6.pt in out/run; the previous one is intact",
         unfinished,
         fault=["full_disk", 100_000],
     ),

@@ -180,7 +180,7 @@ def test_a_bad_gradient_on_one_rank_stops_all_before_the_update(launcher, folder
     assert first == 1
     assert second in (-signal.SIGTERM, 1)  # on a busy machine it may have spoken already
     (error,) = set(errors_in(output))
-    assert "not finite at step 3, which has updated nothing" in error
+    assert "not finite at step 3, so nothing was updated" in error
     assert newest(folder / settings["out_dir"])["step"] == 3
 
     pid = launcher.start("train.py", flags(**settings, resume=True), folder, output)
@@ -286,7 +286,7 @@ def test_a_full_or_read_only_disk_is_one_line_and_harms_nothing(launcher, folder
         pid = launcher.start("train.py", arguments, folder, output)
         assert launcher.wait(pid) == 1
         (error,) = errors_in(output)
-        assert "could not write ckpt_3.pt in disk/run; the one before is intact" in error
+        assert "could not write ckpt_3.pt in disk/run; the previous one is intact" in error
         files = {file: file.read_bytes() for file in (disk / "run").glob("ckpt*")}
         assert {file.name for file in files} == {"ckpt_1.pt", "ckpt_2.pt"}
         assert [read_checkpoint(file)["step"] for file in sorted(files)] == [1, 2]

@@ -214,7 +214,7 @@ def test_a_file_may_import_compute_and_define(config):
             "learing_rate = 0.1",
             "config/mine.py: no setting named 'learing_rate', did you mean 'learning_rate'?",
         ),
-        ("for i in range(3): pass", "config/mine.py: no setting named 'i'; there are: n_layer, "),
+        ("for i in range(3): pass", "config/mine.py: no setting named 'i'; available: n_layer, "),
         ("compile = 0", "config/mine.py: 'compile': expected bool, got 0"),
         ("n_layer = True", "config/mine.py: 'n_layer': expected int, got True"),
         ("n_layer = 4.5", "config/mine.py: 'n_layer': expected int, got 4.5"),
@@ -256,7 +256,7 @@ def test_mistakes_in_a_file(config, capsys, text, phrase):
         ("--n_layer=two", "argument --n_layer: expected int, got 'two'"),
         ("--n_layer=1e-1", "argument --n_layer: expected int, got '1e-1'"),
         ("--decay=1.5", "'decay' must be a share of the steps, from 0 to 1; got 1.5"),
-        ("--milestones=1,x", "'milestones' must be steps with commas between them"),
+        ("--milestones=1,x", "'milestones' must be comma-separated steps"),
         ("--n_embd=100", "'n_embd' must be n_head 16 times an even number"),
         ("--n_embd=48", "'n_embd' must be n_head 16 times an even number"),
         (
@@ -269,7 +269,7 @@ def test_mistakes_in_a_file(config, capsys, text, phrase):
         ("--dtype=float16", "'dtype' must be auto, float32 or bfloat16; got float16"),
         ("config/dmo.py", "no config file 'config/dmo.py', did you mean 'config/demo.py'?"),
         ("config", "'config' is not a config file; to continue the run in it: --resume"),
-        ("demo", "no config file 'demo'; there are: config/"),
+        ("demo", "no config file 'demo'; available: config/"),
     ],
 )
 def test_mistakes_on_the_command_line(monkeypatch, capsys, arg, phrase):
@@ -279,7 +279,7 @@ def test_mistakes_on_the_command_line(monkeypatch, capsys, arg, phrase):
 
 def test_a_missing_file_where_there_is_no_config_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert refused(capsys, "x.py") == "error: no config file 'x.py'; there are: none"
+    assert refused(capsys, "x.py") == "error: no config file 'x.py'; available: none"
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_repetitions_are_those_that_the_windows_allow(corpus):
 
 def test_too_many_repetitions_of_ar_are_said(corpus):
     output = train(corpus, "out/often", alpha="3/4", repetitions=48, max_steps=6)
-    assert "by AR 36 times" in output and "AR tends to overfit from about 16 times on" in output
+    assert "by AR 36 times" in output and "AR tends to overfit beyond about 16 times" in output
 
 
 def test_overfit_is_the_papers_definition():
@@ -272,7 +272,7 @@ def test_the_newest_the_start_of_the_decay_and_milestones_stay(corpus):
     arguments = ["--resume", "--out_dir=out/stay"]
     error = run("train.py", *arguments, cwd=corpus, code=1)
     assert "error: out/stay/ckpt_5.pt is damaged" in error
-    assert "remove it to go on from out/stay/ckpt_3.pt" in error
+    assert "remove it to continue from out/stay/ckpt_3.pt" in error
     (folder / "ckpt_5.pt").unlink()
     assert "at step 3" in run("train.py", *arguments, cwd=corpus)
 
