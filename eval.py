@@ -12,11 +12,11 @@ A mode is a way to compute log p(completion | context). All modes use the same w
     ar      causal attention
     prefix  a bidirectional context, then a causal completion
     pll     pseudo log-likelihood: bidirectional; each token in turn is hidden behind n masks
-    chain   the same, with every token from that one on masked: by the chain rule a likelihood
+    chain   the same, but all later tokens are masked too: a likelihood, by the chain rule
     mc      Monte Carlo estimate of the masked-diffusion bound on log p
 
 The tasks are the folders in --data or, if there are none, `heldout`: find the true continuation of
-a passage of the validation split among four. The same command resumes an interrupted evaluation,
+a held-out passage among four. The same command resumes an interrupted evaluation,
 task by task, from eval-HASH.json beside the checkpoint.
 """
 
@@ -34,7 +34,7 @@ from typing import NamedTuple
 from errors import die, report, suggest, write_atomically
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports: a missing package is one line too
+    sys.excepthook = report  # before the large imports, so that a missing package is one line too
     sys.stdout.reconfigure(errors="replace")  # some terminals cannot print ±
 
 import numpy as np
@@ -58,7 +58,7 @@ UNCONDITIONAL = "Answer:"  # the context of PMI's second term
 MAX_TOKENS = {"cpu": 2**9, "cuda": 2**14}  # tokens in a batch
 MAX_PADDING = 0.05  # share of a row that may be padding
 MAX_BRANCHES = 8  # completions in a row; thousands may share a context, as in BLiMP
-MAX_LOGITS = 2**11  # predictions whose logits exist at a time
+MAX_LOGITS = 2**11  # predictions whose logits exist at once
 CHUNK = 512  # items whose rows are planned together, to bound the memory
 
 
@@ -112,7 +112,7 @@ def encode_items(context, completions, trained):
     """Return an item for each completion of a context, and whether the context was cut.
 
     Context and completion are encoded together, as one text, and split where the context alone
-    ends. Where they exceed the window of training, the context loses its beginning; a completion
+    ends. Where they exceed the training window, the context loses its beginning; a completion
     is never cut.
     """
     texts = [context, *(context + completion for completion in completions)]
@@ -212,11 +212,11 @@ def causal_rows(items, bidirectional_context):
     """Eq. 2: log p(w | c) = sum_i log p(w_i | c, w_<i). Completions of one context share a row."""
     for group in group_by_context(items):
         c = group[0].context
-        branches = tuple(item.completion[:-1] for item in group)  # a last token predicts nothing
+        branches = tuple(item.completion[:-1] for item in group)  # the last token predicts nothing
         reads = []
-        start = len(c)  # of the next branch
+        start = len(c)  # where the next branch starts
         for item, branch in zip(group, branches):
-            # The context predicts the first token, and every token in the branch the next one.
+            # The context predicts the first token, and each token in the branch predicts the next.
             places = [len(c) - 1, *range(start, start + len(branch))]
             reads += [Read(place, target, item) for place, target in zip(places, item.completion)]
             start += len(branch)
@@ -238,8 +238,8 @@ def pll_rows(items, n_masks, mask):
 def mc_rows(items, n_draws, mask):
     """Minus Eq. 4, by Monte Carlo: int_0^1 E[1/t * sum of log p(w_i) over the masked i] dt.
 
-    As in training (see md_example), this is the mean of L/k * sum of log p over k masked tokens of
-    L, where k is uniform on 1..L. The draws of k lie on one jittered grid.
+    As in training (see md_example), this is the mean of L/k * sum of log p over k masked tokens out
+    of L, where k is uniform on 1..L. The draws of k lie on one jittered grid.
     """
     for item in items:
         c, w = item
@@ -257,7 +257,7 @@ def mc_rows(items, n_draws, mask):
 
 # ---- computing -----------------------------------------------------------------------------------
 def distinct_items(questions):
-    """Return the items of all questions, each once: sorted by length, contexts side by side."""
+    """Return the distinct items of all questions, sorted by length, equal contexts side by side."""
     items = set()
     for question in questions:
         items.update(question.given, question.unconditional)
@@ -279,7 +279,7 @@ def score(model, items, modes, rank=0, world=1):
             for row, reads in make_rows(items[first : first + CHUNK]):
                 wanted[row] += [(mode, read) for read in reads]
 
-        # Each chunk starts with another rank, so that all ranks get about as many batches.
+        # Each chunk starts with a different rank, so that all ranks get about equally many batches.
         for number, rows in enumerate(make_batches(wanted, max_tokens), start=first // CHUNK):
             if number % world == rank:
                 add_log_probabilities(totals, model, rows, wanted)
@@ -323,7 +323,7 @@ def add_log_probabilities(totals, model, rows, wanted):
     tokens, segments, positions, prefix = [tensor.to(device) for tensor in pad_batch(rows)]
     mask = None  # every position sees every other, as in most batches of pll: faster than a mask
     if any(row.prefix < tokens.shape[1] for row in rows):
-        # It is dense, because FlexAttention would be compiled anew for each shape of a batch.
+        # It is dense, because FlexAttention would be compiled anew for each batch shape.
         mask = make_mask(segments, positions, prefix)
     h = model.hidden(tokens, mask, positions)
     row_index, place = torch.tensor(places, device=device).T
@@ -332,7 +332,7 @@ def add_log_probabilities(totals, model, rows, wanted):
     losses = []
     for x, target in zip(states.split(MAX_LOGITS), targets.split(MAX_LOGITS)):
         losses.append(F.cross_entropy(model.head(x).float(), target, reduction="none"))
-    losses = torch.cat(losses).cpu()  # the one wait for a GPU
+    losses = torch.cat(losses).cpu()  # the only wait for the GPU
     if not losses.isfinite().all():
         die("this model's predictions are not finite: its training has diverged")
     for (mode, read), loss in zip(uses, losses.tolist()):
@@ -375,8 +375,8 @@ def choice_scores(task, question, log_p):
 def judge(task, questions, log_p):
     """Return the points of each question, and the nats per token of its right completion.
 
-    A right answer is worth 1 point, and 1/m of it if m choices share the highest score. (If the
-    first of them won, a model that finds all sentences equal would solve BLiMP.)
+    A right answer is worth 1 point, or 1/m if m choices share the highest score. (If the first of
+    them won, a model that scores all sentences the same would solve BLiMP.)
     """
     points, nats = [], []
     for question in questions:
@@ -398,9 +398,9 @@ def group_by_subtask(values, questions):
 
 
 def mean_and_error(values, questions):
-    """Return the mean over subtasks, all of the same weight, and its standard error.
+    """Return the mean over subtasks, which all have the same weight, and its standard error.
 
-    The error is from the unbiased variance. It is None where a subtask has only one question.
+    The error uses the unbiased variance. It is None if any subtask has only one question.
     """
     groups = group_by_subtask(values, questions).values()
     mean = np.mean([np.mean(group) for group in groups])
@@ -421,7 +421,7 @@ def summarize(points, nats, questions):
 def evaluate_task(task, questions, log_p):
     """Return the results of a task, {mode: {name: value}}, given {mode: {item: log p}}.
 
-    With ar among the modes, the others are also compared with it: question by question, so that
+    If ar is among the modes, the others are also compared with it, question by question, so that
     the errors of these differences are much smaller than those of the two means.
     """
     results = {}
@@ -443,16 +443,16 @@ def evaluate_task(task, questions, log_p):
 
 
 def best_pll(results, mask_counts):
-    """Return the result with the best of several numbers of masks: the paper's choice per task."""
+    """Return the result with the best number of masks for a task, chosen as in the paper."""
     modes = [f"pll{n}" for n in mask_counts]
     best = max(modes, key=lambda mode: results[mode]["accuracy"])
     return {**results[best], "best": best}
 
 
 def average(results, *modes):
-    """Return the mean over the paper's tasks of the normalized score, by the best of these modes.
+    """Return the mean normalized score over the paper's tasks, each with the best of these modes.
 
-    heldout counts only if it is alone.
+    heldout counts only if it is the only task.
     """
     names = [name for name in results if name in TASKS] or ["heldout"]
     best = [max(results[name][mode]["normalized"] for mode in modes) for name in names]
@@ -460,7 +460,7 @@ def average(results, *modes):
 
 
 def combine_pll(results, mask_counts):
-    """Return {"1-n": average} of the better of 1 and n masks: a table of the paper's appendix."""
+    """Return {"1-n": average} for the better of 1 and n masks, as in the paper's appendix."""
     return {f"1-{n}": average(results, "pll1", f"pll{n}") for n in mask_counts[1:]}
 
 
@@ -534,13 +534,13 @@ def print_report(report):
     for mode in modes:
         n_ties = sum(by_mode[mode]["ties"] for by_mode in results.values())
         if n_ties > 0:
-            print(f"{n_ties} ties in {mode}, each for a share of a point")
+            print(f"{n_ties} ties in {mode}, each worth a share of a point")
     if report["contexts_cut"] > 0:
         print(f"{report['contexts_cut']} contexts have lost their beginning: they were too long")
 
 
 def dump(path, questions, log_p):
-    """Write a line of JSON for each choice of each document: its strings, its log-likelihoods."""
+    """Write a line of JSON for each choice of each document: its strings and log-likelihoods."""
     lines = []
     for name in questions:
         for question in questions[name]:
@@ -574,16 +574,16 @@ def dump_choice(name, question, choice, log_p):
 def parse_arguments():
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--ckpt", default="", help="a checkpoint, or the directory of a run: its newest")
-    add("--data", default="data/tasks", help="the folder of the tasks (data/tasks)")
+    add("--ckpt", default="", help="a checkpoint, or a run directory (its newest one)")
+    add("--data", default="data/tasks", help="the folder with the tasks (data/tasks)")
     add("--tasks", default="", help=f"some of {','.join(ALL_TASKS)}")
     add("--modes", default="ar,prefix,pll", help=f"some of {','.join(MODES)} (ar,prefix,pll)")
-    add("--pll", default="1,6", help="the numbers of masks of mode pll (1,6)")
+    add("--pll", default="1,6", help="numbers of masks for mode pll (1,6)")
     add("--mc", type=int, default=0, help="add mode mc, with this many draws (--modes mc: 256)")
-    add("--limit", type=int, default=0, help="documents of each subtask (all; 1000 of heldout)")
-    add("--context", type=int, default=0, help="heldout: tokens of a context (twice a completion)")
-    add("--completion", type=int, default=0, help="heldout: tokens of a completion (up to 32)")
-    add("--stride", type=int, default=0, help="heldout: tokens between starts of passages (length)")
+    add("--limit", type=int, default=0, help="documents per subtask (all; 1000 for heldout)")
+    add("--context", type=int, default=0, help="heldout: tokens in a context (twice a completion)")
+    add("--completion", type=int, default=0, help="heldout: tokens in a completion (up to 32)")
+    add("--stride", type=int, default=0, help="heldout: tokens between passage starts (length)")
     add("--json", default="", help="a file to write the results to")
     add("--dump", default="", help="a file to write every string and log-likelihood to")
     args = parser.parse_args()
@@ -597,12 +597,12 @@ def parse_arguments():
         die("--pll takes numbers of masks, such as 1,6")
     args.pll = sorted({int(n) for n in args.pll.split(",")})
     if min(args.mc, args.limit, args.context, args.completion, args.stride) < 0:
-        die("--mc, --limit, --context, --completion and --stride take numbers from 0")
+        die("--mc, --limit, --context, --completion and --stride must be at least 0")
     args.mc = args.mc or 256
     if not args.ckpt and not args.dump:
         die("which model? Name a run or a checkpoint, as in: python eval.py --ckpt out/demo")
     if not args.ckpt and "heldout" in args.tasks:
-        die(f"heldout needs --ckpt; other tasks are not in {args.data}: python prepare.py --tasks")
+        die(f"heldout needs --ckpt; {args.data} has no other tasks: run python prepare.py --tasks")
     if args.ckpt:
         args.ckpt = str(find_checkpoint(args.ckpt))  # once: the run may save another one meanwhile
     for path in filter(None, (args.json, args.dump)):
@@ -611,7 +611,7 @@ def parse_arguments():
 
 
 def split_names(kind, text, known):
-    """Return the names in a list such as "ar,pll", each once, in the order of the known ones."""
+    """Return the names in a list such as "ar,pll", each once, in the order of `known`."""
     names = text.split(",")
     for name in names:
         if name not in known:
@@ -620,7 +620,7 @@ def split_names(kind, text, known):
 
 
 def check_writable(path):
-    """Refuse an output that cannot be written: now, and not when the work is done."""
+    """Refuse an output that cannot be written: now, not after the work is done."""
     folder = Path(path).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -649,7 +649,7 @@ def score_tasks(args, questions, trained, rank, world):
     file = find_saved_scores(args, questions, trained.model)
     message = [load_scores(file)]
     if world > 1:
-        dist.broadcast_object_list(message)  # all ranks take what the first has found
+        dist.broadcast_object_list(message)  # all ranks use what the first one found
     saved = message[0]  # {task: {mode: [log p of each item]}}
     log_p = {}
     for name in questions:
@@ -665,7 +665,7 @@ def score_tasks(args, questions, trained, rank, world):
 def find_saved_scores(args, questions, model):
     """Return the file that keeps the scores of finished tasks.
 
-    Its name is a hash of all that decides a score, so that no other evaluation reads it.
+    Its name is a hash of everything that determines a score, so that no other evaluation reads it.
     """
     checkpoint = Path(args.ckpt)
     code = sorted(Path(__file__).parent.glob("*.py"))
@@ -685,11 +685,11 @@ def keep_scores(file, scores):
     try:
         write_atomically(file, f"{checksum}\n{content}")
     except OSError as error:
-        print(f"scores are not kept, this evaluation cannot be resumed: {error}", file=sys.stderr)
+        print(f"scores are not kept; this evaluation cannot be resumed: {error}", file=sys.stderr)
 
 
 def load_scores(file):
-    """Return the scores that an earlier run of this command has kept, {} if there are none."""
+    """Return the scores that an earlier run of this command has kept, or {} if there are none."""
     if not file.exists():
         return {}
     checksum, _, content = file.read_bytes().partition(b"\n")

@@ -1,12 +1,12 @@
 """
-Exchange models with other tools: Llama folders of transformers, the paper's released weights.
+Exchange models with other tools: Llama folders for transformers, the paper's released weights.
 
     python export.py --ckpt out/demo --out hf/demo           # for transformers, lm_eval ...
     python export.py --from_llama SmolLM2 --out out/base     # then: train.py --init_from=out/base
     python export.py --from_official model.safetensors --out out/official
 
 A folder for --from_llama has config.json, tokenizer.json and model.safetensors, in one file or
-several. The released models are read with the tokenizer.json that lies next to them.
+several. The released models are read with the tokenizer.json next to them.
 """
 
 import json
@@ -81,7 +81,7 @@ def write_llama(trained, dtype, folder):
     for name, weight in model.state_dict().items():
         weights[rename(name, "llama")] = weight.to(getattr(torch, dtype))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it
+    (folder / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read it
     pad = write_tokenizer(tokenizer, special, s.seq_len, folder)
 
     ids = {"bos_token_id": special.bos, "eos_token_id": special.bos, "pad_token_id": pad}
@@ -114,7 +114,7 @@ def write_llama(trained, dtype, folder):
 def write_tokenizer(tokenizer, special, seq_len, folder):
     """Write a tokenizer that puts <s> before every text; return the id that it pads with.
 
-    Unlike in our own scripts, a <mask> in a text is the mask.
+    Unlike in our own scripts, a <mask> in a text is a mask.
     """
     bos = tokenizer.id_to_token(special.bos)
     pad = "<pad>" if tokenizer.token_to_id("<pad>") in special.all else bos
@@ -159,7 +159,7 @@ autoregression (AR) and masked diffusion (MD).{origin}
     AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)  # in both directions
     AutoModel.from_pretrained("{name}", trust_remote_code=True)             # the same, no head
 
-In each of them the state at a token predicts the next token, also where that is a `<mask>`.
+In each of them the state at a token predicts the next token, even where that is a `<mask>`.
 """
 
 
@@ -183,9 +183,9 @@ def model_card(trained):
     )
 
 
-# ---- in: checkpoints made of other models --------------------------------------------------------
+# ---- in: checkpoints made from other models ------------------------------------------------------
 def write_checkpoint(theirs, tool, s, step, tokenizer_json, folder):
-    """Write a checkpoint, if these tensors are all that the model needs, and no others."""
+    """Write a checkpoint, if these are exactly the tensors that the model needs."""
     with torch.device("meta"):
         model = Transformer(s)
     ours = {rename(name, tool): name for name in model.state_dict()}
@@ -209,7 +209,7 @@ def import_llama(source, folder):
     s.vocab_size = max(s.vocab_size, largest_id + 1)
 
     weights = {}
-    for file in sorted(source.glob("model*.safetensors")):  # one, or its parts
+    for file in sorted(source.glob("model*.safetensors")):  # one file, or its parts
         weights |= load_file(file)
     if not weights:
         die(f"there is no model.safetensors in {source}")
@@ -230,7 +230,7 @@ def import_llama(source, folder):
     write_checkpoint(weights, "llama", s, 0, tokenizer_json, folder)
 
 
-# What some families of models have that a Llama does not have.
+# What some families of models have that a Llama does not.
 DIFFERENCES = {
     "gpt2": "learned positions and biases",
     "qwen2": "biases in its attention",
@@ -239,7 +239,7 @@ DIFFERENCES = {
 
 
 def settings_of(config):
-    """Return the settings that a Llama's config.json describes; refuse what we do not have."""
+    """Return the settings that a Llama's config.json describes; refuse what we do not support."""
     family = config.get("model_type")
     if family not in ("llama", "mistral"):
         difference = DIFFERENCES.get(family, "other layers")
@@ -275,7 +275,7 @@ def settings_of(config):
 
 
 def import_released(file, folder):
-    """Turn a state dict of the paper's training code into a checkpoint; nothing is executed."""
+    """Turn a state dict from the paper's training code into a checkpoint; nothing is executed."""
     theirs = read_state_dict(file)
     tokenizer_json = file.with_name("tokenizer.json").read_text("utf-8")
     s = Settings(extra_head=True, ar_weight=2.0)  # the paper's sizes are the defaults
@@ -289,28 +289,28 @@ def import_released(file, folder):
 
 
 def read_state_dict(file):
-    """Return {name: tensor} of a .safetensors file, or of a file that torch.save wrote."""
+    """Return {name: tensor} from a .safetensors file, or from a file that torch.save wrote."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
         return torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception:  # safetensors, pickle, zipfile and torch have their own kinds
-        die(f"{file} holds no weights, or something besides them: take a released model's file")
+    except Exception:  # safetensors, pickle, zipfile and torch raise their own types
+        die(f"{file} holds no weights, or not only weights: choose a released model's file")
 
 
 # ---- the script ----------------------------------------------------------------------------------
 def parse_arguments():
     parser = make_parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--ckpt", help="our checkpoint, or the directory of a run")
+    source.add_argument("--ckpt", help="our checkpoint, or a run directory")
     source.add_argument("--from_llama", metavar="FOLDER", type=Path, help="a Llama to start from")
     source.add_argument("--from_official", metavar="FILE", type=Path, help="a released model")
     add = parser.add_argument
     add("--out", metavar="FOLDER", type=Path, required=True, help="a new folder to write")
     dtypes = ("float32", "bfloat16")
-    add("--dtype", choices=dtypes, default=dtypes[0], help="of exported weights (float32)")
+    add("--dtype", choices=dtypes, default=dtypes[0], help="type of the weights (float32)")
     args = parser.parse_args()
     if args.out.exists():
         die(f"{args.out} exists already: remove it, or choose another name")
@@ -321,7 +321,7 @@ def main():
     args = parse_arguments()
     source = args.ckpt or args.from_llama or args.from_official
     temporary = args.out.with_name(args.out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
     temporary.mkdir(parents=True)
     try:
         if args.ckpt:
@@ -334,7 +334,7 @@ def main():
         else:
             import_released(args.from_official, temporary)
         temporary.rename(args.out)
-    except Exception as error:  # a damaged file, a full disk: each library has its own kind
+    except Exception as error:  # a damaged file, a full disk: each library raises its own type
         die(f"cannot turn {source} into {args.out}: {type(error).__name__}: {error}"[:500])
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -13,11 +13,11 @@ A file may be packed (.gz, .zst). In JSON lines (.jsonl, .json, .ndjson) the fie
 line is a document. Any other file is plain UTF-8 text, which is cut at blank lines or line ends
 into documents of about 2 KiB. Standard input is JSON lines if it begins with {.
 
-Held out are the files that --val names. Without --val, a share of the text is: JSON documents by
+The files that --val names are held out. Without --val, a share of the text is: JSON documents by
 their hash, so that each stays on its side when the corpus grows, and the end of every plain text.
 
-The text is never held as a whole: it is read in passes (hash, learn, encode), and memory grows by
-64 bytes a document at most.
+The text is never in memory as a whole: it is read in passes (hash, learn, encode), and memory
+grows by at most 64 bytes per document.
 """
 
 import ast
@@ -39,7 +39,7 @@ from pathlib import Path
 from errors import die, report
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports: a missing package is one line too
+    sys.excepthook = report  # before the large imports, so that a missing package is one line too
 
 import numpy as np
 import tiktoken
@@ -59,7 +59,7 @@ from tokenizer import (
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 
-# How to make text of a file that is something else.
+# How to turn a file of another kind into text.
 PANDAS = (
     "in Python, pandas.read_{0}('{1}').to_json('{1}.jsonl', orient='records', lines=True), "
     "with the text in a column named text"
@@ -72,13 +72,13 @@ CONVERSIONS = {
     ".zip": "unzip {1} -d FOLDER, then --input FOLDER",
 }
 
-# A document of plain text has at least so many characters, and seldom more than twice as many.
+# A plain-text document has at least this many characters, and seldom more than twice as many.
 PIECE = 2**11
 
-# GPT-2's splitting pattern, as ByteLevel has it. The group is for speed: nothing in it looks ahead.
+# GPT-2's splitting pattern, as in ByteLevel. The group is for speed: nothing in it looks ahead.
 PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
 
-# The README's table: up to so many bytes of training text, how many ids, which config.
+# The README's table: up to this many bytes of training text, how many ids, which config.
 ROWS = [
     (8e6, 1024, "demo"),
     (4e7, 4096, "mini"),
@@ -100,7 +100,7 @@ def embedded_corpus():
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = []
     for folder, subfolders, _ in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - skipped)  # os.walk goes on with these
+        subfolders[:] = sorted(set(subfolders) - skipped)  # os.walk descends into these
         for path in sorted(Path(folder).glob("*.py")):
             tree = ast.parse(path.read_bytes())
             if path.match("pydoc_data/topics.py"):
@@ -127,7 +127,7 @@ def import_zstd():
 def open_text(path):
     """Open a file to read its text: unpacked, CR LF as LF, without a byte order mark.
 
-    A byte that is not UTF-8 becomes a lone surrogate, which no text can have.
+    A byte that is not UTF-8 becomes a lone surrogate, which no valid text has.
     """
     open_file = open
     if path.endswith(".gz"):
@@ -140,16 +140,16 @@ def open_text(path):
 
 
 def get_ending(path):
-    """Return the ending of a file's name; of x.jsonl.gz, .jsonl."""
+    """Return the extension of a file name; for x.jsonl.gz, it is .jsonl."""
     unpacked = path.removesuffix(".gz").removesuffix(".zst")
     return os.path.splitext(unpacked)[1].lower()
 
 
 def cut_text(file):
-    """Yield the pieces of a plain text, each of them a document; together they are all of it.
+    """Yield the pieces of a plain text, each of them a document; together they make up all of it.
 
     A piece ends at the first blank line after PIECE characters, or else at the first line end
-    after twice as many. Only a line that is longer than any paragraph is cut.
+    after twice as many. Only a line longer than any paragraph is itself cut.
     """
     piece = ""
     while line := file.readline(16 * PIECE):
@@ -162,11 +162,11 @@ def cut_text(file):
 
 
 def read_pieces(path):
-    """Yield the lines of a file of JSON lines, or the pieces of a plain text."""
+    """Yield the lines of a JSON lines file, or the pieces of a plain text."""
     with open_text(path) as file:
         pieces = cut_text(file)
         if get_ending(path) in JSON_LINES:
-            # A line that never ends comes in parts, so that it does not fill the memory.
+            # A line that never ends is read in parts, so that it does not fill the memory.
             pieces = iter(partial(file.readline, 2**28), "")
         try:
             yield from pieces
@@ -177,7 +177,7 @@ def read_pieces(path):
 def parse(piece, is_json):
     """Return the text of a document, and what is wrong with it: "" if nothing is."""
     if "\0" in piece:
-        return "", "has a NUL byte: convert the file if it is UTF-16, leave it out if it is no text"
+        return "", "has a NUL byte: convert the file from UTF-16, or leave it out if it is not text"
     try:
         text = json.loads(piece)["text"] if is_json else piece
         text.encode()  # refuses what is not a string, and lone surrogates
@@ -189,7 +189,7 @@ def parse(piece, is_json):
 
 
 def read_documents(paths):
-    """Yield for every document the number of its file, its text, and what is wrong with it."""
+    """For every document, yield the number of its file, its text, and what is wrong with it."""
     for i, path in enumerate(paths):
         is_json = get_ending(path) in JSON_LINES
         line = 1
@@ -210,9 +210,9 @@ def read_texts(paths, wanted, title):
 
 # ---- choosing ------------------------------------------------------------------------------------
 def hash_documents(paths):
-    """Return the hash (0: no text) and the size of every document, and how many each file has.
+    """Return the hash (0 if empty) and the size of every document, and how many each file has.
 
-    Say how many are malformed; refuse more than 1% of them.
+    Print how many are malformed; refuse more than 1%.
     """
     hashes, sizes, files = array("Q"), array("q"), array("I")
     problems = 0
@@ -239,9 +239,9 @@ def hash_documents(paths):
 def hold_out(paths, hashes, sizes, counts, val_fraction):
     """Return which documents to hold out if the user names none, by one rule for each kind of file.
 
-    Of JSON documents, those with small hashes. Of each plain text, the last pieces, until that
-    share of all plain text so far is held out. So a book gives its end, and of many short notes
-    about every tenth is held out.
+    Of the JSON documents, those with small hashes are held out; of each plain text, the last
+    pieces, until that share of all plain text so far is held out. So a book loses its end, and many
+    short notes lose about every tenth.
     """
     val = np.zeros(len(hashes), bool)
     total = held_out = 0  # bytes of plain text
@@ -263,8 +263,8 @@ def hold_out(paths, hashes, sizes, counts, val_fraction):
 def choose_split(paths, hashes, sizes, counts, n_val_files, val_fraction):
     """Return two boolean arrays: which documents to train on, and which to hold out.
 
-    Of equal documents only the first is kept, so that none is on both sides; what --val names comes
-    first. This goes for plain text too: pieces of that size are equal only if they are copies.
+    Only the first of equal documents is kept, so that none is on both sides; --val files come
+    first. This applies to plain text too: pieces of that size are equal only if they are copies.
     """
     keep = np.zeros(len(hashes), bool)
     _, first = np.unique(hashes, return_index=True)
@@ -282,7 +282,7 @@ def choose_split(paths, hashes, sizes, counts, n_val_files, val_fraction):
     if not train.any() or not val.any():
         die(
             f"of {len(hashes)} documents, {train.sum()} are left to train on and {val.sum()} to "
-            "hold out (the others are empty, or copies of these): give more text (plain text is "
+            "hold out (the rest are empty, or copies of these): give more text (plain text is "
             f"cut at line ends into documents of about {PIECE:,} characters)"
         )
     return train, val
@@ -290,7 +290,7 @@ def choose_split(paths, hashes, sizes, counts, n_val_files, val_fraction):
 
 # ---- encoding ------------------------------------------------------------------------------------
 def make_coder(tokenizer):
-    """Return the tiktoken encoder that is equal to one of our tokenizers."""
+    """Return the tiktoken encoder that is equivalent to one of our tokenizers."""
     # BPE spells a byte as a character: itself if that is visible, else the next one from 256 on.
     visible = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -305,7 +305,7 @@ def make_coder(tokenizer):
 
 
 def has_long_run(text, limit=2**13):
-    """Say whether a block of `limit` characters is all white space, or all one word.
+    """Return whether a block of `limit` characters is all white space, or all one word.
 
     Every run of twice that length contains such a block.
     """
@@ -316,7 +316,7 @@ def has_long_run(text, limit=2**13):
 def make_encoder(tokenizer, dtype):
     """Return a function from a list of texts to a list of their tokens; it uses all cores."""
     coder = make_coder(tokenizer) if is_ours(tokenizer) else None
-    pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: both release Python's lock
+    pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: both encoders release the GIL
 
     def encode_text(text):
         # tiktoken gives up on a million spaces; old versions are slow on endless words.
@@ -366,7 +366,7 @@ def write_split(folder, split, texts, encode, bos):
 
 # ---- the script ----------------------------------------------------------------------------------
 def prepare(paths, n_val_files, folder, args):
-    """Write the files of a prepared folder, and say what is in them; return meta.json."""
+    """Write the files of a prepared folder, and print what is in them; return meta.json."""
     if args.tokenizer:  # before the long passes, since it may be unusable
         tokenizer_json = read_tokenizer(args.tokenizer)
 
@@ -411,12 +411,12 @@ def prepare(paths, n_val_files, folder, args):
 
 
 def choose_row(n_bytes):
-    """Return the row of ROWS that suits so much training text."""
+    """Return the row of ROWS that suits this much training text."""
     return next(row for row in ROWS if n_bytes <= row[0])
 
 
 def next_command(out, n_bytes):
-    """Return the command that trains on a prepared folder with so much training text."""
+    """Return the command that trains on a prepared folder with this much training text."""
     made_for_it = []
     for path in glob.glob("config/*.py"):
         if f'data_dir = "{out}"' in Path(path).read_text("utf-8"):
@@ -443,13 +443,13 @@ def parse_arguments():
         "--val_fraction", type=float, default=0.1, help="or hold out this share (0.1)"
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--vocab_size", type=int, help="ids of a new tokenizer (by size)")
+    group.add_argument("--vocab_size", type=int, help="ids of a new tokenizer (by text size)")
     group.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json to use")
     parser.add_argument("--tasks", action="store_true", help="download the evaluation sets")
     args = parser.parse_args()
 
     if args.tasks and (args.input or args.val or args.tokenizer):
-        die("--tasks goes with --out alone")
+        die("--tasks can only be combined with --out")
     if args.input and not args.out:
         die("--input needs --out data/NAME")
     if args.val and not args.input:
@@ -502,7 +502,7 @@ def main():
         return
 
     val_files, input_files = find_files(args.val), find_files(args.input)
-    paths = list({**val_files, **input_files}.values())  # a file of both is held out
+    paths = list({**val_files, **input_files}.values())  # a file in both is held out
     out = Path(args.out or EMBEDDED)
     if out.is_file():
         die(f"--out {out} is a file: name a folder")
@@ -518,12 +518,12 @@ def main():
 
         meta = prepare(paths, len(val_files), folder, args)
         if (out / "meta.json").exists():
-            print(f"{out} held a prepared text before, which this one replaces")
+            print(f"replacing the text that was prepared in {out} before")
         for name in (*FILES, "meta.json"):  # meta.json last: it has the hashes of the others
             os.replace(folder / name, out / name)
     print(f"{out} is ready. Next: {next_command(out, meta['train']['bytes'])}")
     if args.tokenizer:
-        print("To start from the model that the tokenizer is of, add --init_from=ITS_CHECKPOINT")
+        print("To start from the tokenizer's model, add --init_from=ITS_CHECKPOINT")
 
 
 if __name__ == "__main__":

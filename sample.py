@@ -9,7 +9,7 @@ Generate text with a trained model, in one of four modes.
 ar         continue the prompt, token by token, past the model's window too
 prefix     the same, but the prompt is read in both directions
 diffusion  put masks after the prompt, and fill them in
-infill     fill the gaps in the prompt: <mask> is one token, <mask:12> are twelve
+infill     fill the gaps in the prompt: <mask> is one token, <mask:12> is twelve
 """
 
 import os
@@ -20,7 +20,7 @@ from errors import die, report
 
 if __name__ == "__main__":
     sys.excepthook = report
-    sys.stdout.reconfigure(errors="replace")  # some terminals know few letters
+    sys.stdout.reconfigure(errors="replace")  # some terminals support few characters
 
 import torch
 
@@ -45,7 +45,7 @@ def draw(logits, generator, args):
     probabilities = logits.softmax(-1)
 
     if args.top_k > 0 or args.top_p < 1:
-        # Of the top_k likeliest tokens, keep the fewest that make up a share top_p of them.
+        # Of the top_k likeliest tokens, keep the fewest that make up a share top_p of their total.
         V = probabilities.shape[-1]
         highest, tokens = probabilities.topk(min(args.top_k or V, V))
         sum_before = highest.cumsum(-1) - highest
@@ -56,7 +56,7 @@ def draw(logits, generator, args):
 
 
 def rate_places(probabilities, order, generator):
-    """Rate masked places by what the model says of them, (M, V); the highest is filled first."""
+    """Rate masked places by their distributions (M, V); the highest-rated is filled first."""
     if order == "random":
         return torch.rand(len(probabilities), generator=generator, device=probabilities.device)
     if order == "confidence":
@@ -146,8 +146,8 @@ def encode(tokenizer, text):
 def encode_after_gap(tokenizer, text):
     """Encode a text that does not begin a document, but follows a gap.
 
-    Many tokenizers put a space before whatever they encode. To get none, encode the text behind
-    another character and cut that off; one will do that does not merge with the text.
+    Many tokenizers put a space before whatever they encode. To avoid it, encode the text after
+    another character, one that does not merge with the text, and cut that off.
     """
     for character in "\n.a0":
         before = encode(tokenizer, character)
@@ -158,7 +158,7 @@ def encode_after_gap(tokenizer, text):
 
 
 def make_row(prompt, tokenizer, special, mode):
-    """Return <s> and the tokens of a prompt, in infill with masks for its gaps."""
+    """Return <s> and the tokens of a prompt; in infill mode, with masks for its gaps."""
     if mode != "infill":
         return [special.bos] + encode(tokenizer, prompt)
     first, *rest = GAP.split(prompt)  # text, then the length of a gap and text in turn
@@ -183,15 +183,15 @@ def read_prompt(args):
 def parse_arguments():
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--ckpt", default="out/demo", help="checkpoint, or directory of a run (out/demo)")
+    add("--ckpt", default="out/demo", help="checkpoint, or run directory (out/demo)")
     add("--mode", choices=MODES, default="ar", help="how to generate, see above (ar)")
     add("--prompt", help="the text to begin with (standard input)")
-    add("--num_samples", type=int, default=1, help="samples of the prompt (1)")
-    add("--length", type=int, default=0, help="new tokens; 0: 64, or those that fit (0)")
+    add("--num_samples", type=int, default=1, help="texts to generate (1)")
+    add("--length", type=int, default=0, help="new tokens; 0: 64, or as many as fit (0)")
     add("--temperature", type=float, default=1.0, help="0: always the likeliest token (1)")
     add("--top_k", type=int, default=0, help="draw from this many likeliest tokens; 0: all (0)")
-    add("--top_p", type=float, default=1.0, help="draw from the likeliest with this share (1)")
-    add("--steps", type=int, default=0, help="steps that fill the masks; 0: one for each (0)")
+    add("--top_p", type=float, default=1.0, help="draw from the likeliest, up to this share (1)")
+    add("--steps", type=int, default=0, help="steps to fill the masks; 0: one for each (0)")
     add("--order", choices=ORDERS, default="random", help="which masks are filled first (random)")
     add("--watch", action="store_true", help="show the text after every step")
     add("--seed", type=int, default=1, help="the same seed gives the same text (1)")
@@ -209,7 +209,7 @@ def parse_arguments():
 
 
 def show(tokens, tokenizer, special):
-    """Print the texts so far, masks as _, on a cleared screen if it is one."""
+    """Print the texts so far, with masks as _; on a terminal, clear the screen first."""
     if sys.stdout.isatty():
         print("\033[2J\033[H", end="")
     for row in tokens.tolist():

@@ -11,12 +11,12 @@ Find the best alpha for R repetitions: train a grid of runs, compare them, draw 
 
 A sweep is a folder of runs. `run` trains and evaluates each in a folder of its own, such as
 R16_a15_16_s1. Settings for train.py follow a lone --: `sweep.py run ... -- --weight_decay=1.0`.
-Ctrl-C stops the runs under way, which save; the same command continues them.
+Ctrl-C stops the runs under way, which save first; the same command continues them.
 
 The other commands read the finished runs in a folder, or a file in which each line is a run:
 `collect` prints such lines, and {"repetitions": 16, "alpha": "1/4", "val_ar": 4.39} is one. val_*
-are held-out losses. acc_MODE is the accuracy on the task heldout in percent, logp_MODE the
-log-likelihood of its true completions in nats per token; of other tasks, acc_TASK_MODE and
+are held-out losses. acc_MODE is the accuracy on heldout in percent, logp_MODE the
+log-likelihood of its true completions in nats per token; other tasks have acc_TASK_MODE and
 logp_TASK_MODE. average_MODE is the paper's score in percent, *_minus_ar a paired difference, *_se
 a standard error. A loss should be low, everything else high.
 
@@ -44,7 +44,7 @@ from typing import NamedTuple
 from errors import die, report, suggest
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports: a missing package is one line too
+    sys.excepthook = report  # before the large imports, so that a missing package is one line too
     sys.stdout.reconfigure(errors="replace")  # some terminals cannot print ±
 
 import numpy as np
@@ -72,12 +72,12 @@ IGNORED = {*GRID, *FREE_ON_RESUME} - {"data_dir", "init_from"}
 
 
 class Run(NamedTuple):
-    """A finished run, as a line of a results file has it."""
+    """A finished run, as in a line of a results file."""
 
     repetitions: float
     alpha: Fraction
     seed: int  # below 0: unknown
-    settings: str  # all others, as flags of train.py
+    settings: str  # all other settings, as flags of train.py
     overfit: bool
     curve: np.ndarray  # (validations, 3): tokens, val_ar, val_md
     columns: dict[str, float]  # everything else that is a number
@@ -95,7 +95,7 @@ class Surface(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a figure; several curves are seeds, drawn thin around their mean."""
+    """A line in a figure; several curves mean several seeds, drawn thin around their mean."""
 
     objective: str
     label: str
@@ -126,7 +126,7 @@ def papers_rule(R):
 
 
 def is_loss(column):
-    """Say whether low values of a column are good."""
+    """Return whether low values of a column are good."""
     return column.startswith("val_")
 
 
@@ -139,7 +139,7 @@ def unit_of(settings):
 def run_grid(args):
     """Train and evaluate every cell of the grid, --jobs at a time."""
     if not (args.config and args.repetitions and args.alphas):
-        die("which runs? Name --config FILE --repetitions 4,16,64 --alphas 0,1/2,1 or the like")
+        die("which runs? Name them, as in --config FILE --repetitions 4,16,64 --alphas 0,1/2,1")
     refuse_flags(args.train_flags, ["--repetitions", "--alpha", "--seed", "--out_dir", "--resume"])
     refuse_flags(args.eval, ["--ckpt", "--json"])
     n_jobs = max(1, args.jobs)
@@ -158,7 +158,7 @@ def run_grid(args):
                 raise
             bar.update()
 
-    # Ctrl-C reaches the scripts too: they are in the same group of processes.
+    # Ctrl-C reaches the scripts too: they are in the same process group.
     with bar, ThreadPoolExecutor(n_jobs) as pool:
         workers = [pool.submit(work) for _ in range(n_jobs)]
         try:
@@ -171,15 +171,15 @@ def run_grid(args):
 
 
 def refuse_flags(flags, own):
-    """Refuse flags that the sweep itself gives to a script."""
+    """Refuse flags that the sweep itself passes to a script."""
     for flag in flags:
         name = flag.partition("=")[0]
         if name in own:
-            die(f"the sweep chooses {name} of every run: leave out {flag}")
+            die(f"the sweep chooses {name} for every run: leave out {flag}")
 
 
 def run_one(args, seed, R, alpha):
-    """Train a run, then evaluate it; both scripts continue where they were stopped.
+    """Train a run, then evaluate it; both scripts continue where they stopped.
 
     train.py ends at once if the run is finished, and refuses one that has other settings.
     """
@@ -205,7 +205,7 @@ def call(folder, script, *flags):
 # ---- reading runs: folders, or a file with a line for each ---------------------------------------
 @contextmanager
 def reading(what):
-    """Turn whatever damaged contents raise into one line."""
+    """Turn any error that damaged content raises into one line."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -230,14 +230,14 @@ def read_records(path):
 
 
 def is_log(records):
-    """Say whether these are the records of one run; in older versions it has no settings."""
+    """Return whether these are the records of one run; older versions did not write settings."""
     return bool(records) and (type(records[0].get("settings")) is dict or "step" in records[0])
 
 
 def read_results(path):
-    """Return {where it is: a finished run as a line of a results file}."""
+    """Return {where it was found: a finished run, as a line of a results file}."""
     if not path.exists():
-        die(f"{path} does not exist: --results names a folder of runs or a file of `collect`")
+        die(f"{path} does not exist: --results takes a folder of runs or a file from `collect`")
     lines = {}
     for file in sorted(path.rglob("log.jsonl")) if path.is_dir() else [path]:
         records = read_records(file)
@@ -267,7 +267,7 @@ def summarize(records, scores):
 
 
 def to_flags(settings):
-    """Return the settings that tell runs apart as flags, without those that have their default."""
+    """Return the settings that tell runs apart, as flags, leaving out defaults."""
     defaults = vars(Settings())
     flags = []
     for name, value in settings.items():
@@ -277,7 +277,7 @@ def to_flags(settings):
 
 
 def read_scores(path):
-    """Return as columns what eval.py has measured: all of it, and nothing else."""
+    """Return everything that eval.py measured, and nothing else, as columns."""
     results = parse(path.read_text(encoding="utf-8"))
     columns = {}
     for task, modes in results["tasks"].items():
@@ -296,7 +296,7 @@ def read_scores(path):
 
 
 def name_columns(name, result):
-    """Return accuracy and log-likelihood as columns; of a single question there is no error."""
+    """Return accuracy and log-likelihood as columns; a single question has no error."""
     columns = {f"acc_{name}": 100 * result["accuracy"], f"logp_{name}": result["nats_per_token"]}
     if result["stderr"] is not None:
         columns[f"acc_{name}_se"] = 100 * result["stderr"]
@@ -305,14 +305,14 @@ def name_columns(name, result):
 
 
 def read_runs(path):
-    """Return the runs of a folder or a file; of a run that is there twice, the last."""
+    """Return the runs in a folder or a file; if a run is there twice, the last one counts."""
     runs = {}
     for number, (where, line) in enumerate(read_results(path).items(), start=1):
         with reading(where):
             run = Run(
                 repetitions=float(line.pop("repetitions")),
                 alpha=parse_alpha(str(line.pop("alpha"))),  # "7/8" or 0.875
-                seed=int(line.pop("seed", -number)),  # without seeds, every line is another run
+                seed=int(line.pop("seed", -number)),  # without seeds, every line is a separate run
                 settings=str(line.pop("settings", "")),
                 overfit=bool(line.pop("overfit", False)),
                 curve=np.array(line.pop("curve", []), dtype=float).reshape(-1, 3),
@@ -325,7 +325,7 @@ def read_runs(path):
 
 
 def select_runs(args):
-    """Return the runs, and the columns of them, that the command line asks for."""
+    """Return the runs and the columns that the command line asks for."""
     runs = read_runs(args.results)
     chosen = {"repetitions": args.repetitions, "alpha": args.alphas, "seed": args.seeds}
     for field, values in chosen.items():
@@ -344,7 +344,7 @@ def select_runs(args):
 
 
 def check_alike(runs, results):
-    """Refuse to fit or draw runs together that differ in more than R, alpha and seed."""
+    """Refuse to fit or draw together runs that differ in more than R, alpha and seed."""
     flags = [set(run.settings.split()) for run in runs]
     differing = set.union(*flags) - set.intersection(*flags)
     if len(group_by(runs, "repetitions", "settings")) == len(group_by(runs, "repetitions")):
@@ -382,7 +382,7 @@ def print_table(args):
 
 
 def print_rows(cells, columns, against=None):
-    """Print a row for each cell; with `against`, of its differences from that alpha."""
+    """Print a row for each cell; with `against`, its differences from that alpha."""
     print("| R | alpha | seeds |", " | ".join(columns), "|")
     print("|---|---|---|" + "---|" * len(columns))
     for (R, alpha), cell in cells.items():
@@ -435,7 +435,7 @@ def print_fit(args):
             print(f"   brought to one level: {', '.join(shifts)}")
         print("   R   alpha      90%      alpha*R  paper's rule")
         for R, probability in zip(Rs, surface.best):
-            # The smallest set of alphas that has 90% of the probability, the likeliest first.
+            # The smallest set of alphas with 90% of the probability, the likeliest first.
             order = np.argsort(-probability, kind="stable")
             n_needed = 1 + np.searchsorted(np.cumsum(probability[order]), 0.9)
             alphas = alpha_at(surface.log_odds[order[:n_needed]])
@@ -606,7 +606,7 @@ def draw_lines(title, lines, unit):
 
 
 def label_ends(ax, ends):
-    """Write the labels to the right of the panel: at the ends of their lines, or above others.
+    """Write labels to the right of the panel: at the ends of their lines, or above other labels.
 
     A line that ends above the panel is named at the top, with the loss at which it ends.
     """
@@ -659,7 +659,7 @@ def draw_maps(runs, columns, unit):
 
 
 def draw_mean(ax, column, log_R, surface, unit):
-    """Draw the fitted surface; bright is good, and of a difference, red is positive."""
+    """Draw the fitted surface; bright is good; in a difference, red is positive."""
     from matplotlib.ticker import MaxNLocator
 
     mean = surface.mean
@@ -706,13 +706,13 @@ def mark_cells(ax, cells):
 
 # ---- the command line ----------------------------------------------------------------------------
 def list_of(kind):
-    """Return a function that reads values of this kind, with commas between them."""
+    """Return a function that reads comma-separated values of this kind."""
 
     def read(text):
         try:
             return [kind(part) for part in text.split(",")]
         except (ValueError, ZeroDivisionError) as error:
-            die(f"'{text}' should be numbers with commas between them: {error}")
+            die(f"'{text}' should be comma-separated numbers: {error}")
 
     return read
 
@@ -723,16 +723,16 @@ def main():
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("command", choices=commands)
-    add("--results", type=Path, default="out/sweep", help="folder of the runs, or file (out/sweep)")
+    add("--results", type=Path, default="out/sweep", help="folder of runs, or file (out/sweep)")
     add("--repetitions", type=list_of(int), help="such as 4,16,64")
     add("--alphas", type=list_of(Fraction), help="such as 0,1/2,63/64,1")
     add("--seeds", type=list_of(int), help="such as 1,2,3 (run: 1)")
-    add("--config", help="run: config file of all runs")
+    add("--config", help="run: config file for all runs")
     add("--jobs", type=int, default=1, help="run: how many at the same time (1)")
     add("--eval", type=shlex.split, default=[], help='run: flags for eval.py, such as "--limit 8"')
     add("--target", type=list_of(str), help="columns to show, such as val_ar,acc_pll")
     add("--against", type=list_of(Fraction), default=[1], help="table: alphas to compare with (1)")
-    add("--out", type=Path, help="plot: folder for the figures (that of the results)")
+    add("--out", type=Path, help="plot: folder for the figures (with the results)")
 
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])

@@ -23,7 +23,7 @@ from errors import die
 
 
 class Task(NamedTuple):
-    """What is known of a task before its files are read."""
+    """What is known about a task before its files are read."""
 
     norm: str  # compare choices by log p ("raw"), log p per character ("char"), or PMI ("pmi")
     chance: float  # the paper's random baseline
@@ -76,7 +76,7 @@ TASKS = {
 def render(name, record, tag):
     """Return the context of a task's record, its completions, and the index of the right one.
 
-    `tag` is what the record does not say: its subject (MMLU) or its label (PIQA, SocialIQA).
+    `tag` is what the record does not contain: its subject (MMLU) or its label (PIQA, SocialIQA).
     A completion is one space and the text of the choice, except in BLiMP, which has no context.
     """
     if name == "blimp":
@@ -132,7 +132,7 @@ def read_task(name, data, limit=0):
     if not folder.is_dir():
         die(f"no folder {folder}: get the tasks with `python prepare.py --tasks`, or set --data")
     pattern = Path(task.files).name
-    files = []  # the documents of each
+    files = []  # the documents in each
     n = 0
     for path in sorted(folder.glob(pattern)):
         files.append(read_documents(name, path, n))
@@ -179,11 +179,11 @@ def read_records(path):
 
 
 def check_document(document):
-    """Refuse what a damaged record may lead to."""
+    """Refuse a document that a damaged record may lead to."""
     if not all(completion.strip() for completion in document.completions):
         raise ValueError(f"an empty completion in {document.completions}")
     if document.gold not in range(len(document.completions)):
-        raise ValueError(f"the right one is number {document.gold} of {document.completions}")
+        raise ValueError(f"the right choice is number {document.gold} of {document.completions}")
 
 
 # ---- downloading ---------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def download_tasks(out):
     """Download every task whose folder is not in `out` yet.
 
     A folder gets its name only after read_task has counted and checked every record, so that
-    nothing that was cut short passes.
+    an incomplete download never passes.
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as temporary:
@@ -206,7 +206,7 @@ def download_tasks(out):
                     if not path.exists():  # ARC is one archive for two tasks
                         download(url, path)
                     extract(path, task, unfinished)
-                except Exception as error:  # urllib, zipfile and tarfile raise kinds of their own
+                except Exception as error:  # urllib, zipfile and tarfile raise their own types
                     by_hand = f"you can put its {task.files} into {out / name} by hand"
                     die(f"cannot get {url}: {error}; {by_hand}")
             read_task(name, temporary)
@@ -214,7 +214,7 @@ def download_tasks(out):
 
 
 def download(url, path):
-    """Fetch a file, and show how far it has come."""
+    """Fetch a file, and show the progress."""
     with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
         size = int(answer.headers.get("Content-Length", 0))
         with tqdm.wrapattr(answer, "read", size, desc=path.name, disable=None) as source:

@@ -539,7 +539,7 @@ Q = "encoder.layers.2.attention.qkv_proj.weights.0"
         ({"classifier.pre_norm.weight": torch.ones(1, 64)}, "norm.weight"),
         ({"model." + Q: torch.ones(64, 64)}, f"{Q} twice"),
         ({"step": 3}, "cannot turn"),
-        ({"x": Bomb()}, "holds no weights, or something besides them"),
+        ({"x": Bomb()}, "holds no weights, or not only weights"),
     ],
 )
 def test_another_state_dict_is_refused_in_one_line(

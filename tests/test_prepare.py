@@ -276,7 +276,7 @@ def test_a_prepared_folder_that_is_replaced_is_said(tmp_path, plain):
     arguments = ["--input", plain / "text.jsonl", "--out", tmp_path, "--vocab_size", 300]
     assert "replaced" not in run_prepare(*arguments)
     printed = run_prepare(*arguments)
-    assert f"{tmp_path} held a prepared text before, which this one replaces" in printed
+    assert f"replacing the text that was prepared in {tmp_path} before" in printed
 
 
 # ---- plain text is cut into documents ------------------------------------------------------------
@@ -697,10 +697,10 @@ def test_a_mask_is_added_once_and_always_the_same():
 
 
 BAD_TOKENIZERS = {
-    "not JSON": (b"{", "is not a tokenizer.json that can be used"),
-    "other JSON": (b"[]", "is not a tokenizer.json that can be used"),
-    "no model": (b'{"added_tokens": []}', "is not a tokenizer.json that can be used"),
-    "binary": (b"\xff\x00", "is not a tokenizer.json that can be used"),
+    "not JSON": (b"{", "is not a usable tokenizer.json"),
+    "other JSON": (b"[]", "is not a usable tokenizer.json"),
+    "no model": (b'{"added_tokens": []}', "is not a usable tokenizer.json"),
+    "binary": (b"\xff\x00", "is not a usable tokenizer.json"),
     "no added_tokens": (
         json.dumps(
             {"model": json.loads(word_level({"<unk>": 0, "a": 1}).to_str())["model"]}
@@ -890,7 +890,7 @@ def test_a_truncated_zstd_file_is_found_wherever_it_ends(tmp_path, missing):
         (["--input", "no/*.jsonl"], "no such file: no/"),
         (["--input", "/dev/null"], "no such file"),
         (["--out", ""], "--out data/NAME"),
-        (["--tasks"], "--tasks goes with --out alone"),
+        (["--tasks"], "--tasks can only be combined with --out"),
         (["--tokenizer", "t.json", "--vocab_size", 300], "not allowed with"),
     ],
 )

@@ -396,7 +396,7 @@ def test_what_the_sweep_chooses_cannot_be_given_twice(call, calls, arguments):
 
 @pytest.mark.parametrize("flag", ["--alphas=1/0", "--seeds=x", "--repetitions=8,", "--alphas="])
 def test_a_bad_grid_ends_in_one_line(call, calls, flag):
-    assert "commas" in message_of(call, *GRID, flag)
+    assert "comma-separated numbers" in message_of(call, *GRID, flag)
 
 
 def test_what_train_refuses_is_passed_on(tmp_path):
