@@ -78,12 +78,13 @@ PIECE = 2**11
 # GPT-2's splitting pattern, as in ByteLevel. The group is for speed: nothing in it looks ahead.
 PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
 
-# The README's table: up to this many bytes of training text, how many ids, which config.
+# The README's table: up to this many bytes of training text, how many ids, and what to train with.
 ROWS = [
-    (8e6, 1024, "demo"),
-    (4e7, 4096, "mini"),
-    (5e8, 8192, "small"),
-    (float("inf"), 51200, "large"),
+    (1.5e5, 1024, "config/demo.py --alpha=auto"),  # AR would read it more than 16 times
+    (8e6, 1024, "config/demo.py"),
+    (4e7, 4096, "config/mini.py"),
+    (5e8, 8192, "config/small.py"),
+    (float("inf"), 51200, "config/large.py"),
 ]
 EMBEDDED = Path("data/pydocs")
 WINDOW = 256  # tokens in a window of config/demo.py
@@ -411,7 +412,7 @@ def prepare(paths, n_val_files, folder, args):
 
 
 def choose_row(n_bytes):
-    """Return the row of ROWS that suits this much training text."""
+    """Return the row of ROWS for this much training text."""
     return next(row for row in ROWS if n_bytes <= row[0])
 
 
@@ -426,10 +427,10 @@ def next_command(out, n_bytes):
 
     _, _, config = choose_row(n_bytes)
     flags = [f"--data_dir={out}", f"--out_dir={Path('out', out.name)}"]
-    command = f"python train.py config/{config}.py {shlex.join(flags)}"
-    if config == "demo":
-        return command + " --alpha=auto"
-    return command + "  # for a GPU; on a CPU: config/demo.py"
+    command = f"python train.py {config} {shlex.join(flags)}"
+    if "demo" not in config:
+        command += "  # for a GPU; on a CPU: config/demo.py"
+    return command
 
 
 def parse_arguments():
