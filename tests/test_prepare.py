@@ -403,7 +403,8 @@ def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
     out = "data/my text"
     printed = run_prepare("--input", plain / "text.jsonl", "--out", out, "--vocab_size", 400)
     command = shlex.split(printed.splitlines()[-1].partition("Next: ")[2])
-    assert command[:4] == ["python", "train.py", "config/demo.py", f"--data_dir={out}"]
+    assert command[:4] == ["python", "train.py", "config/demo.py", "--alpha=auto"]
+    assert command[4] == f"--data_dir={out}"
     monkeypatch.chdir(ROOT)
     demo = make_settings(read_settings(command[2:], ""))
     assert demo.out_dir == "out/my text" and demo.seq_len == prepare.WINDOW
