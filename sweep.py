@@ -376,7 +376,8 @@ def print_table(args):
         cells = group_by(group, "repetitions", "alpha")
         print(f"\n{settings}\n\nMean over seeds ± standard deviation:\n")
         print_rows(cells, columns)
-        for alpha in args.against:
+        measured = {alpha for _, alpha in cells}
+        for alpha in measured.intersection(args.against):
             print(f"\nDifference from alpha = {alpha}, paired by seed, ± standard error:\n")
             print_rows(cells, columns, alpha)
 

@@ -247,7 +247,9 @@ def test_a_single_run_has_a_table_but_no_fit(tmp_path, call, capsys):
     write_run(tmp_path / "run", log_of())
     for path in (tmp_path / "run", tmp_path / "run/log.jsonl"):
         call("table", "--results", path)
-        assert "| 4 | 1/3 | 1 | 2.500 | 3.000 |" in capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert "| 4 | 1/3 | 1 | 2.500 | 3.000 |" in output
+        assert "Difference" not in output  # from alpha = 1, which is not there
         assert "needs 5 runs" in message_of(call, "fit", "--results", path)
 
 
