@@ -74,8 +74,9 @@ if newest:
             f"to start a run from it: --init_from={newest}, and another --out_dir"
         )
     # The directory may have been moved, and this may be another machine.
-    here = {"out_dir": s.out_dir, "device": s.device, "dtype": s.dtype}
+    here = {"out_dir": s.out_dir, "device": s.device}
     s = make_settings(saved["settings"] | here | named)
+    _, dtype = choose_device(device, s.dtype)
 elif s.init_from:
     saved = checkpoint.load_checkpoint(s.init_from)
 if s.init_from:  # when resuming too: the run's own checkpoint has the same shape

@@ -126,6 +126,12 @@ def test_repetitions_are_those_that_the_windows_allow(corpus):
     assert "AR tends to overfit" not in output
 
 
+def test_a_resumed_run_keeps_its_dtype(corpus):
+    train(corpus, "out/bf16", dtype="bfloat16", max_steps=1)
+    command = ["train.py", "--resume", "--out_dir=out/bf16", "--device=cpu"]
+    assert "on 1 x cpu, bfloat16" in run(*command, cwd=corpus)
+
+
 def test_too_many_repetitions_of_ar_are_said(corpus):
     output = train(corpus, "out/often", alpha="3/4", repetitions=48, max_steps=6)
     assert "by AR 36 times" in output and "AR tends to overfit beyond about 16 times" in output
