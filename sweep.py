@@ -398,7 +398,7 @@ def print_rows(cells, columns, against=None):
             n_seeds = max(n_seeds, len(values))
             texts.append(format_mean(column, list(values.values()), against is not None))
         if n_seeds > 0 and alpha != against:
-            print(f"| {R:g} | {alpha} | {n_seeds} |", " | ".join(texts), "|")
+            print(f"| {R:.4g} | {alpha} | {n_seeds} |", " | ".join(texts), "|")
 
 
 def values_by_seed(cell, column):
@@ -525,7 +525,7 @@ def draw_figures(args):
     for (R,), group in group_by(runs, "repetitions").items():
         lines = lines_of_runs(group)
         if lines:
-            save_page(draw_lines(f"R = {R:g}", lines, unit), folder / f"curves_R{R:g}.png")
+            save_page(draw_lines(f"R = {R:.4g}", lines, unit), folder / f"curves_R{R:.4g}.png")
     if len({run.repetitions for run in runs}) > 1:
         save_page(draw_maps(runs, columns, unit), folder / "map.png")
 
@@ -650,7 +650,7 @@ def draw_maps(runs, columns, unit):
     for ax in panels.flat:
         if ax.collections:
             ax.set_axis_on()
-            ax.set_xticks(np.log2(Rs), [f"{R:g}" for R in Rs])
+            ax.set_xticks(np.log2(Rs), [f"{R:.4g}" for R in Rs])
             ax.set_yticks([log_odds(alpha) for alpha in alphas], alphas)
             ax.set(xlabel="repetitions R", ylabel="α", ylim=log_odds([alphas[0], alphas[-1]]))
             mark_cells(ax, cells)
