@@ -222,11 +222,8 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"  # MPS has no fp64
     model, tokenizer, special, settings, _ = load_model(args.ckpt, device)
     window = settings.seq_len
-    prompt = read_prompt(args)
-    if args.mode != "infill" and GAP.search(prompt):
-        print("only --mode infill fills in a <mask>; here it is plain text", file=sys.stderr)
     try:
-        row = make_row(prompt, tokenizer, special, args.mode)
+        row = make_row(read_prompt(args), tokenizer, special, args.mode)
     except (UnicodeError, TypeError):  # the latter from `tokenizers`
         die("the prompt is not valid UTF-8")
     if args.mode == "diffusion":

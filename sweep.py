@@ -377,9 +377,10 @@ def print_table(args):
         print(f"\n{settings}\n\nMean over seeds ± standard deviation:\n")
         print_rows(cells, columns)
         measured = {alpha for _, alpha in cells}
-        for alpha in measured.intersection(args.against):
-            print(f"\nDifference from alpha = {alpha}, paired by seed, ± standard error:\n")
-            print_rows(cells, columns, alpha)
+        for alpha in args.against:
+            if alpha in measured:
+                print(f"\nDifference from alpha = {alpha}, paired by seed, ± standard error:\n")
+                print_rows(cells, columns, alpha)
 
 
 def print_rows(cells, columns, against=None):
