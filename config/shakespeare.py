@@ -1,10 +1,10 @@
 # nanoGPT's first example on a CPU, with both objectives: its model size, its 12 x 64 tokens a
 # step, its 2,000 steps, and its split of tinyshakespeare (the last 10% is held out), with bytes as
 # tokens.
-#   python prepare.py --input tinyshakespeare.txt --out data/shakespeare --vocab_size 272
+#   python prepare.py --input input.txt --out data/shakespeare --vocab_size 272
 #   python train.py config/shakespeare.py
 # 2 slots of 6 sequences x 64 tokens = 768 tokens a step, 2,000 steps = 1.5M tokens, or 1.5
-# times the text. About 6 minutes on one core.
+# times the text. About 5 minutes on one core.
 data_dir = "data/shakespeare"
 out_dir = "out/shakespeare"
 n_layer = 4
