@@ -80,7 +80,7 @@ PATTERN = r"(?:'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+
 
 # The README's table: up to this many bytes of training text, how many ids, and what to train with.
 ROWS = [
-    (1.5e5, 1024, "config/demo.py --alpha=auto"),  # AR would read it more than 16 times
+    (1.5e5, 1024, "config/demo.py --repetitions=32 --max_steps=0"),  # more would overfit
     (8e6, 1024, "config/demo.py"),
     (4e7, 4096, "config/mini.py"),
     (5e8, 8192, "config/small.py"),

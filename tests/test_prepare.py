@@ -403,8 +403,8 @@ def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
     out = "data/my text"
     printed = run_prepare("--input", plain / "text.jsonl", "--out", out, "--vocab_size", 400)
     command = shlex.split(printed.splitlines()[-1].partition("Next: ")[2])
-    assert command[:4] == ["python", "train.py", "config/demo.py", "--alpha=auto"]
-    assert command[4] == f"--data_dir={out}"
+    assert command[:3] == ["python", "train.py", "config/demo.py"]
+    assert command[3:6] == ["--repetitions=32", "--max_steps=0", f"--data_dir={out}"]
     monkeypatch.chdir(ROOT)
     demo = make_settings(read_settings(command[2:], ""))
     assert demo.out_dir == "out/my text" and demo.seq_len == prepare.WINDOW
@@ -431,7 +431,6 @@ def test_the_next_command_names_the_config_of_a_folder(folder, config, monkeypat
 @pytest.mark.parametrize(
     "n_bytes, bytes_per_token, config, tokens_per_parameter",
     [
-        (3e4, 2.5, "demo", 2),
         (1e6, 2.5, "demo", 2),
         (1e7, 3.5, "mini", 95),
         (1e8, 4, "small", 95),
@@ -442,9 +441,8 @@ def test_the_next_command_names_the_config_of_a_folder(folder, config, monkeypat
 def test_a_text_has_a_config_that_suits_it(n_bytes, bytes_per_token, config, tokens_per_parameter):
     """The paper's tokens per parameter, all of the text, and 16 repetitions of it for AR."""
     _, vocab_size, suitable = prepare.choose_row(n_bytes)
-    file, *flags = suitable.split()
-    assert file == f"config/{config}.py"
-    s = make_settings(read_settings([os.path.join(ROOT, file), *flags], ""))
+    assert suitable == f"config/{config}.py"
+    s = make_settings(read_settings([os.path.join(ROOT, suitable)], ""))
     with torch.device("meta"):
         n_parameters = sum(p.numel() for p in Block(s).parameters()) * s.n_layer
     n_read = s.max_steps * s.batch_size * s.seq_len
