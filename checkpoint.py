@@ -97,9 +97,10 @@ def find_checkpoint(path):
         return path
     if not os.path.isdir(path):
         die(f"no file or directory {path}")
-    if not newest_checkpoint(path):
+    newest = newest_checkpoint(path)
+    if not newest:
         die(f"there is no checkpoint in {path}: name a file, or the out_dir of a run")
-    return newest_checkpoint(path)
+    return newest
 
 
 def load_checkpoint(path):
