@@ -20,7 +20,7 @@ from configurator import Settings, check  # noqa: E402
 from model import Transformer  # noqa: E402
 from tokenizer import SpecialIds  # noqa: E402
 
-# A run of seconds: 4 slots of 2 sequences x 32 tokens.
+# A run that takes seconds: 4 slots of 2 sequences x 32 tokens.
 TINY = dict(
     n_layer=2,
     n_head=2,
@@ -51,7 +51,7 @@ def tiny_settings(**changes):
 
 
 def random_model(settings, seed=0):
-    """Return a model with something to say: its output projections are filled as well."""
+    """Return a model with random weights in all matrices, output projections included."""
     torch.manual_seed(seed)
     model = Transformer(settings)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def random_stream(s, n_documents=60, seed=0):
 
 
 def prose(n_documents, seed=0):
-    """Return texts with structure, made of a fixed vocabulary of made-up words, all different."""
+    """Return distinct texts with structure, made from a fixed vocabulary of made-up words."""
     rng = random.Random(seed)
     letters = "aeioubdgklmnprstv"
     words = ["".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(400)]
