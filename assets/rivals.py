@@ -1,10 +1,10 @@
 """
-Print what the mix is worth at R = 64 against MD alone, and against AR alone in all its forms.
+Print what the mix is worth against MD alone, and against AR alone in all its forms.
 
-    python assets/rivals.py        # reads assets/parity.jsonl and assets/rivals.jsonl
+    python assets/rivals.py        # reads the runs in assets/
 
-Differences are paired by seed, ± the standard error of their mean. NOTES.md has the commands that
-made the runs.
+There are two cases: R = 64 with 56k parameters, and R = 128 with 226k. Differences are paired by
+seed, ± the standard error of their mean. NOTES.md has the commands that made the runs.
 """
 
 import json
@@ -12,45 +12,50 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from ladder import compare
+from ladder import RESULTS, compare
 
 ASSETS = Path(__file__).parent
-N_STEPS = 1280  # as in config/parity.py
 COLUMNS = ["val_ar", "val_ar_best", "val_md", "acc_ar", "logp_ar", "acc_pll6", "logp_pll6"]
-MIXES = ["alpha = 1/2, weight decay 0.1", "alpha = 1/2, weight decay 0.3"]
+CASES = [  # width, its steps, R, the alpha of the mix
+    (48, 1280, 64, "1/2"),
+    (96, 2560, 128, "1/4"),
+]
 
 
-def name_of(run):
-    """Return what distinguishes a run with the text of R = 64, None if it has another text."""
+def name_of(run, width, n_steps, R):
+    """Return what distinguishes a run of this size on the text for this R; None for other runs."""
     named = dict(re.findall(r"--(\w+)=(\S+)", run["settings"]))
+    if int(named.get("n_embd", 48)) != width:  # 48 as in config/parity.py
+        return None
     name = f"alpha = {run['alpha']}, weight decay {named.get('weight_decay', '0.1')}"
-    if int(named.get("max_steps", N_STEPS)) < N_STEPS:
+    if int(named.get("max_steps", n_steps)) < n_steps:
         return f"{name}, stopped after {run['repetitions']:g}"
-    return name if run["repetitions"] == 64 else None
+    return name if run["repetitions"] == R else None
 
 
-def read_runs(folder):
+def read_runs(folder, width, n_steps, R):
     """Return {name: {seed: run}}."""
     runs = defaultdict(dict)
-    for file in ("parity.jsonl", "rivals.jsonl"):
+    for file in (*RESULTS, "rivals.jsonl"):
         for line in (folder / file).read_text().splitlines():
             run = json.loads(line)
-            runs[name_of(run)][run["seed"]] = run
-    del runs[None]
+            runs[name_of(run, width, n_steps, R)][run["seed"]] = run
+    runs.pop(None, None)
     return dict(sorted(runs.items()))
 
 
 def main():
-    runs = read_runs(ASSETS)
-    for mix in MIXES:
-        for rival in runs:
-            if not rival.startswith(("alpha = 0,", "alpha = 1,")):
-                continue
-            print(f"\n{mix}, minus {rival}")
-            for column in COLUMNS:
-                mean, error, n_seeds = compare(runs[mix], runs[rival], column)
-                if n_seeds > 0:
-                    print(f"  {column:12} {mean:+7.3f} ± {error:.3f} ({n_seeds} seeds)")
+    for width, n_steps, R, alpha in CASES:
+        runs = read_runs(ASSETS, width, n_steps, R)
+        mixes = [name for name in runs if name.startswith(f"alpha = {alpha},")]
+        rivals = [name for name in runs if name.startswith(("alpha = 0,", "alpha = 1,"))]
+        for mix in mixes:
+            for rival in rivals:
+                print(f"\nR = {R}, width {width}: {mix}, minus {rival}")
+                for column in COLUMNS:
+                    mean, error, n_seeds = compare(runs[mix], runs[rival], column)
+                    if n_seeds > 0:
+                        print(f"  {column:12} {mean:+7.3f} ± {error:.3f} ({n_seeds} seeds)")
 
 
 if __name__ == "__main__":

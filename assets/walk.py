@@ -3,8 +3,8 @@ Draw BLiMP accuracy and held-out losses over the words read, for AR alone, MD al
 
     python assets/walk.py        # writes assets/walk.png, prints the accuracies
 
-assets/walk.jsonl has what eval.py wrote about every milestone, assets/walk_losses.jsonl the losses
-of the runs. NOTES.md has the commands that made them.
+assets/walk.jsonl has what eval.py wrote about every milestone; assets/walk_losses.jsonl has the
+losses of the runs. NOTES.md has the commands that made them.
 """
 
 import json
@@ -33,7 +33,7 @@ def read_scores():
     """Return {(alpha, mode): [(words read, accuracy in %, standard error)]}."""
     scores = defaultdict(list)
     for report in read_lines("walk.jsonl"):
-        alpha = Path(report["flags"]["ckpt"]).parent.name[1:].replace("_", "/")  # of a1_2
+        alpha = Path(report["flags"]["ckpt"]).parent.name[1:].replace("_", "/")  # from a1_2
         words = report["step"] * TOKENS_PER_STEP * WORDS_PER_TOKEN
         for mode in MODES:
             result = report["tasks"]["blimp"][mode]

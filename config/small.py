@@ -2,7 +2,7 @@
 #   python prepare.py --input mine.txt --out data/mine && python train.py config/small.py
 # 16 slots of 32 sequences x 512 tokens = 262,144 tokens a step,
 # 8,960 steps = 2.35B tokens, 95 per parameter (as in the paper). All of the text is read, about 100
-# times if it has 100 MB.
+# times if it is 100 MB.
 data_dir = "data/mine"
 out_dir = "out/small"
 n_layer = 12

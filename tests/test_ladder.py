@@ -12,11 +12,11 @@ sys.path.append(f"{ROOT}/assets")
 import ladder  # noqa: E402
 import rivals  # noqa: E402
 
-SETTINGS = {24: "config/parity.py --n_embd=24 --n_ff=66", 48: "config/parity.py"}
+SETTINGS = {24: "--n_embd=24 --n_ff=66", 48: "--n_embd=48", 96: "--n_embd=96 --n_ff=264"}
 
 
 def made_up_runs():
-    """Return runs whose columns grow with alpha, by a slope of width + R, and vary with seeds."""
+    """Return runs whose columns grow with alpha, with slope width + R, and vary with the seed."""
     shares = {"0": 0, "1/2": 0.5, "15/16": 15 / 16, "1": 1}
     noise = np.random.default_rng(0)
     for width, settings in SETTINGS.items():
@@ -32,8 +32,8 @@ def made_up_runs():
 
 @pytest.fixture
 def runs(tmp_path):
-    for name, width in (("parity.jsonl", 48), ("ladder.jsonl", 24)):
-        lines = [json.dumps(run) for run in made_up_runs() if run["settings"] == SETTINGS[width]]
+    for name, settings in zip(ladder.RESULTS, SETTINGS.values()):
+        lines = [json.dumps(run) for run in made_up_runs() if run["settings"] == settings]
         (tmp_path / name).write_text("\n".join(lines))
     return ladder.read_runs(tmp_path)
 
@@ -70,41 +70,58 @@ def test_a_figure_is_drawn(runs, tmp_path, monkeypatch, capsys):
     assert line in capsys.readouterr().out
 
 
+WIDE = "--n_embd=96 --max_steps=2560"
+
+
 @pytest.mark.parametrize(
-    "R, alpha, settings, name",
+    "R, alpha, settings, narrow, wide",
     [
-        (64, "1/2", "config/parity.py", "alpha = 1/2, weight decay 0.1"),
-        (64, "1", "config/parity.py --weight_decay=0.3", "alpha = 1, weight decay 0.3"),
+        (64, "1/2", "config/parity.py", "alpha = 1/2, weight decay 0.1", None),
+        (64, "1", "--weight_decay=0.3", "alpha = 1, weight decay 0.3", None),
+        (16.0, "1", "--max_steps=320", "alpha = 1, weight decay 0.1, stopped after 16", None),
+        (64.0, "0", "--n_embd=48 --max_steps=1280", "alpha = 0, weight decay 0.1", None),
+        (16, "1", "config/parity.py", None, None),
+        (128, "1/4", "config/parity.py", None, None),
+        (128, "1/4", WIDE, None, "alpha = 1/4, weight decay 0.1"),
+        (64, "1/2", WIDE, None, None),
+        (16, "1", WIDE, None, None),
         (
             16,
             "1",
-            "config/parity.py --max_steps=320 --weight_decay=0.3",
+            "--n_embd=96 --max_steps=320 --weight_decay=0.3",
+            None,
             "alpha = 1, weight decay 0.3, stopped after 16",
         ),
-        (16.0, "1", "--n_embd=48 --max_steps=320", "alpha = 1, weight decay 0.1, stopped after 16"),
-        (64.0, "0", "--n_embd=48 --max_steps=1280", "alpha = 0, weight decay 0.1"),
-        (16, "1", "config/parity.py", None),
     ],
 )
-def test_rivals_are_runs_with_the_text_of_64_repetitions(R, alpha, settings, name):
-    assert rivals.name_of({"repetitions": R, "alpha": alpha, "settings": settings}) == name
+def test_rivals_are_runs_of_the_same_size_on_the_same_text(R, alpha, settings, narrow, wide):
+    run = {"repetitions": R, "alpha": alpha, "settings": settings}
+    assert rivals.name_of(run, width=48, n_steps=1280, R=64) == narrow
+    assert rivals.name_of(run, width=96, n_steps=2560, R=128) == wide
 
 
 def test_the_mix_is_compared_with_every_rival(tmp_path, monkeypatch, capsys):
     mix = {"repetitions": 64, "alpha": "1/2", "settings": "config/parity.py"}
     stopped = {"repetitions": 16, "alpha": "1", "settings": "config/parity.py --max_steps=320"}
     other = {"repetitions": 16, "alpha": "1", "settings": "config/parity.py", "seed": 1}
-    parity, rival = [other], []
+    parity, rival, large = [other], [], []
     for seed, gain in ((1, 0.1), (2, 0.2), (3, 0.3)):
         parity.append(mix | {"seed": seed, "val_ar": seed - gain})
         decayed = mix["settings"] + " --weight_decay=0.3"
         rival.append(mix | {"seed": seed, "val_ar": seed - 2 * gain, "settings": decayed})
         rival.append(stopped | {"seed": seed, "val_ar": seed})
-    for name, runs in (("parity.jsonl", parity), ("rivals.jsonl", rival)):
+        for alpha, val_ar in (("1/4", seed - 5 * gain), ("1", seed)):
+            run = {"repetitions": 128, "alpha": alpha, "settings": WIDE}
+            large.append(run | {"seed": seed, "val_ar": val_ar})
+    for name, runs in zip((*ladder.RESULTS, "rivals.jsonl"), ([], parity, large, rival)):
         (tmp_path / name).write_text("\n".join(json.dumps(run) for run in runs))
     monkeypatch.setattr(rivals, "ASSETS", tmp_path)
     rivals.main()
-    expected = (
+    out = capsys.readouterr().out
+    assert (
         "0.1, minus alpha = 1, weight decay 0.1, stopped after 16\n  val_ar        -0.200 ± 0.058"
-    )
-    assert expected in capsys.readouterr().out
+    ) in out
+    assert (
+        "R = 128, width 96: alpha = 1/4, weight decay 0.1, minus alpha = 1, weight decay 0.1\n"
+        "  val_ar        -1.000 ± 0.289"
+    ) in out

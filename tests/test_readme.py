@@ -9,6 +9,8 @@ import pytest
 
 from conftest import ROOT
 
+SCRIPTS = ["assets/parity.sh", "assets/pieces.sh", "assets/walk.sh"]
+
 
 def read(name):
     with open(os.path.join(ROOT, name), encoding="utf-8") as file:
@@ -61,11 +63,12 @@ def test_every_file_that_is_named_or_linked_exists(document):
         assert os.path.exists(os.path.join(ROOT, name)), name
 
 
-@pytest.mark.parametrize("document", ["README.md", "NOTES.md"])
+@pytest.mark.parametrize("document", ["README.md", "NOTES.md", *SCRIPTS])
 def test_commands_name_scripts_and_flags_that_exist(document):
     """Every --flag of a shown command occurs in its script, or is a setting of train.py."""
     text = read(document).replace("\\\n", " ")  # a command may continue on the next line
-    commands = re.findall(r"^    .*(?:python|torchrun) .*\.py.*$", text, re.M)
+    start = "    .*(?:python|torchrun)" if document.endswith(".md") else " *python"
+    commands = re.findall(rf"^{start} .*\.py.*$", text, re.M)
     assert commands
     for command in commands:
         words = shlex.split(command, comments=True)
