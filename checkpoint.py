@@ -2,8 +2,8 @@
 The directory of a run: its lock, its checkpoints, the trained model in them, and whether its log
 shows overfitting.
 
-It holds log.jsonl and ckpt_STEP.pt: the newest checkpoint, the one at which the learning rate
-begins to decay, and the milestones.
+The directory holds log.jsonl and checkpoints named ckpt_STEP.pt: the newest, the one at which the
+learning rate begins to decay, and the milestones.
 """
 
 import glob
@@ -40,14 +40,14 @@ def lock_run(out_dir, wait):
         die(f"cannot train in {out_dir}: a file is in the way; --out_dir takes a directory")
     file = open(os.path.join(out_dir, ".lock"), "w")
     if fcntl is None:
-        print(f"this system has no file locks: do not train in {out_dir} twice at once")
+        print(f"this system has no file locks: do not start two runs in {out_dir} at once")
         return file
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         die(f"another process is training in {out_dir}: wait for it, or choose another --out_dir")
     except OSError:
-        print(f"the file system of {out_dir} has no locks: do not train in it twice at once")
+        print(f"the file system of {out_dir} has no locks: do not start two runs there at once")
     return file
 
 
@@ -63,7 +63,7 @@ def list_checkpoints(out_dir):
 
 def newest_checkpoint(out_dir):
     """Return the newest checkpoint file in a directory, or None if there is none."""
-    earlier_version = os.path.join(out_dir, "ckpt.pt")  # its name for the newest checkpoint
+    earlier_version = os.path.join(out_dir, "ckpt.pt")  # what earlier versions called it
     if os.path.exists(earlier_version):
         return earlier_version
     return next(reversed(list_checkpoints(out_dir).values()), None)
@@ -96,7 +96,7 @@ def find_checkpoint(path):
     if os.path.isfile(path):
         return path
     if not os.path.isdir(path):
-        die(f"no file or directory {path}")
+        die(f"no such file or directory: {path}")
     newest = newest_checkpoint(path)
     if not newest:
         die(f"there is no checkpoint in {path}: name a file, or the out_dir of a run")
@@ -136,7 +136,7 @@ CHECKPOINT_FORMAT = 3  # must match to resume a run; the weights alone can be re
 
 
 def check_same_data(checkpoint, s, files):
-    """Refuse to resume a run on other data."""
+    """Refuse to resume a run on different data."""
     if checkpoint.get("data") != files:
         die(
             f"cannot resume {s.out_dir}: the data in {s.data_dir} is not what it was trained on "
@@ -154,14 +154,14 @@ def check_resumable(checkpoint, s):
             changed.append(f"{name} was {value}, is {new_value}")
     if changed:
         die(
-            f"cannot resume {s.out_dir}, settings have changed: {'; '.join(changed)}; undo that, "
-            f"or start a new run from this one with --init_from={s.out_dir} and another "
+            f"cannot resume {s.out_dir}: settings have changed ({'; '.join(changed)}); change them "
+            f"back, or start a new run from this one with --init_from={s.out_dir} and another "
             "--out_dir"
         )
 
 
 def extends(checkpoint, s, files):
-    """Return whether a run continues at a checkpoint's step: same data, in the same batches.
+    """Return whether a run continues from a checkpoint's step: same data, in the same batches.
 
     Otherwise the run takes only the weights and starts at step 0.
     """
@@ -235,7 +235,7 @@ def overfits(records, objective):
     for record in records:
         if f"train_{objective}" in record:
             since.append(record[f"train_{objective}"])
-        if f"val_{objective}" in record and since:  # an objective without a share has none
+        if f"val_{objective}" in record and since:  # an untrained objective has none
             val_losses.append(record[f"val_{objective}"])
             train_losses.append(sum(since) / len(since))
             since = []

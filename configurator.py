@@ -221,7 +221,7 @@ def check(s):
 
 
 def parse_alpha(text):
-    """Return alpha as the exact fraction that a text spells, or -1 if it spells none."""
+    """Parse alpha as an exact fraction; return -1 if the text is not one."""
     number = r"\d{1,18}"  # bounded: Fraction("1e999999999") would never finish
     decimal = r"\d{0,18}\.?\d{1,18}(e-?\d{1,2})?"
     if re.fullmatch(f"{number}/{number}|{decimal}", text):
@@ -257,7 +257,7 @@ def fill_in(s, n_ids, n_tokens):
         )
 
     # max_steps = 0: all of the text, `repetitions` times. repetitions = 0: all of it, as often as
-    # max_steps allows. Less than once means a part of it, read once.
+    # max_steps allows. If that is less than once, a part of it is read once.
     if s.max_steps == 0:
         s.max_steps = max(1, int(n_windows * s.repetitions) // s.batch_size)
         s.repetitions = max(s.repetitions, s.max_steps * s.batch_size / n_windows)
@@ -271,7 +271,7 @@ def fill_in(s, n_ids, n_tokens):
     alpha = Fraction(s.alpha)
     if alpha.denominator > run_slots:
         die(
-            f"alpha {s.alpha} cannot be scheduled: it needs {alpha.denominator:,} slots, this run "
-            f"has {run_slots:,} (max_steps * batch_size / micro_batch_size); the nearest possible "
-            f"alpha is {alpha.limit_denominator(run_slots)}"
+            f"alpha {s.alpha} cannot be scheduled: it needs {alpha.denominator:,} slots, but this "
+            f"run has {run_slots:,} (max_steps * batch_size / micro_batch_size); the nearest "
+            f"possible alpha is {alpha.limit_denominator(run_slots)}"
         )

@@ -105,7 +105,7 @@ def open_corpus(data_dir):
         )
     except (FileNotFoundError, NotADirectoryError) as error:
         die(
-            f"{data_dir} is not a prepared folder, {os.path.basename(error.filename)} is missing; "
+            f"{data_dir} is not a prepared folder ({os.path.basename(error.filename)} is missing); "
             f"make it with: python prepare.py --input FILES --out {data_dir}, or name another one "
             "with --data_dir"
         )
@@ -139,8 +139,9 @@ class Stream:
         n_tokens = self.W * self.T
         if n_tokens > len(tokens):
             die(
-                f"{s.data_dir} has {len(tokens):,} training tokens, this run needs {n_tokens:,}: "
-                "lower max_steps, or raise repetitions (0 takes all of the text as often as needed)"
+                f"{s.data_dir} has {len(tokens):,} training tokens, but this run needs "
+                f"{n_tokens:,}: lower max_steps, or raise repetitions (0 takes all of the text as "
+                "often as needed)"
             )
 
         # Take documents in a random order until they have n_tokens.
@@ -254,7 +255,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(windows, examples, objective, special):
-    """Stack windows and the examples that an objective made of them."""
+    """Stack windows and the examples that an objective made from them."""
     inputs = np.stack([example.inputs for example in examples])
     targets = np.stack([x0[1:] for x0 in windows])  # the only shift: state i predicts token i + 1
     weights = np.stack([example.weights for example in examples])
@@ -295,7 +296,7 @@ def train_batch(stream, s, step, slot):
 
 
 def count_val_windows(corpus, s):
-    """Return how many held-out windows a validation reads: whole batches if it fills any."""
+    """Return how many held-out windows a validation reads: whole batches, if it can fill one."""
     n = min(s.eval_tokens, len(corpus.val.tokens) - 1) // s.seq_len
     if n > s.micro_batch_size:
         n -= n % s.micro_batch_size
@@ -312,7 +313,7 @@ def count_val_sequences(corpus, s):
 
 
 def bytes_per_token(corpus, s):
-    """Return how many bytes of text a held-out token stands for, not counting special ones."""
+    """Return the mean number of bytes of text per held-out token, not counting special tokens."""
     tokens = corpus.val.tokens[: count_val_windows(corpus, s) * s.seq_len]
     text = parse_tokenizer(corpus.tokenizer_json).decode(tokens.tolist())
     n_special = int(np.isin(tokens, corpus.special.all).sum())  # checkpoints hold no numpy types

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Import this before a process group exists. Its functions take the group as a default argument;
-# imported later (any torch optimizer does that) they would keep it alive. gloo's threads then
-# outlive destroy_process_group, and now and then abort a process that has finished its work.
+# Import this before a process group exists. Its functions take the group as a default argument:
+# imported later (as by any torch optimizer), they would keep it alive. gloo's threads would then
+# outlive destroy_process_group and sometimes abort a process that has finished its work.
 import torch.distributed.nn  # noqa: F401
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 

@@ -36,7 +36,7 @@ def report(kind, error, trace):
         package = error.name.partition(".")[0]
         names = {"sklearn": "scikit-learn", "backports": "backports.zstd"}
         sys.exit(f"error: {error}: pip install {names.get(package, package)}")
-    if isinstance(error, BrokenPipeError):  # as from `sweep.py table | head`
+    if isinstance(error, BrokenPipeError):  # as in `sweep.py table | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for any further output
         sys.exit(1)
     if isinstance(error, OSError):

@@ -11,7 +11,7 @@ A mode is a way to compute log p(completion | context). All modes use the same w
 
     ar      causal attention
     prefix  a bidirectional context, then a causal completion
-    pll     pseudo log-likelihood: bidirectional; each token in turn is hidden behind n masks
+    pll     pseudo log-likelihood: bidirectional; mask each token in turn, and the n - 1 after it
     chain   the same, but all later tokens are masked too: a likelihood, by the chain rule
     mc      Monte Carlo estimate of the masked-diffusion bound on log p
 
@@ -34,7 +34,7 @@ from typing import NamedTuple
 from errors import die, report, suggest, write_atomically
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports, so that a missing package is one line too
+    sys.excepthook = report  # before the large imports, to report a missing package in one line too
     sys.stdout.reconfigure(errors="replace")  # some terminals cannot print ±
 
 import numpy as np
@@ -79,7 +79,7 @@ class Question(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One input of the model: a trunk, and branches that continue it, blind to one another."""
+    """One input to the model: a trunk, and branches that continue it, blind to one another."""
 
     trunk: tuple[int, ...]
     branches: tuple[tuple[int, ...], ...]
@@ -123,7 +123,7 @@ def encode_items(context, completions, trained):
         if ids[:border] != alone or len(ids) == border:
             die(
                 f"after {context!r} this tokenizer merges context and completion into one token, "
-                "or finds no token: choose other --tasks"
+                "or gives the completion no token: choose other --tasks"
             )
 
     excess = 1 + max(len(ids) for ids in joint) - trained.settings.seq_len  # 1 is for <s>
@@ -279,7 +279,7 @@ def score(model, items, modes, rank=0, world=1):
             for row, reads in make_rows(items[first : first + CHUNK]):
                 wanted[row] += [(mode, read) for read in reads]
 
-        # Each chunk starts with a different rank, so that all ranks get about equally many batches.
+        # Chunks start with different ranks, so that all ranks get about the same number of batches.
         for number, rows in enumerate(make_batches(wanted, max_tokens), start=first // CHUNK):
             if number % world == rank:
                 add_log_probabilities(totals, model, rows, wanted)
@@ -530,7 +530,7 @@ def print_report(report):
 
     modes = next(iter(results.values()))
     if "pll" in modes:
-        print("pll is the best n of each task, chosen on the test score")
+        print("pll takes the best n of each task, chosen on the test score")
     for mode in modes:
         n_ties = sum(by_mode[mode]["ties"] for by_mode in results.values())
         if n_ties > 0:
@@ -685,7 +685,7 @@ def keep_scores(file, scores):
     try:
         write_atomically(file, f"{checksum}\n{content}")
     except OSError as error:
-        print(f"scores are not kept; this evaluation cannot be resumed: {error}", file=sys.stderr)
+        print(f"cannot save scores; this evaluation cannot be resumed: {error}", file=sys.stderr)
 
 
 def load_scores(file):

@@ -58,7 +58,7 @@ LAYERS = {
 
 
 def rename(name, tool):
-    """Return what a tool, a field of Names, calls one of our tensors.
+    """Return the name that a tool (a field of Names) gives one of our tensors.
 
     blocks.7.q.weight is model.layers.7.self_attn.q_proj.weight in a Llama.
     """
@@ -148,7 +148,7 @@ pipeline_tag: text-generation
 
 # {name}
 
-A Llama of {n_parameters:,} parameters, trained by nanodual on two objectives at once:
+A Llama with {n_parameters:,} parameters, trained by nanodual on two objectives at once:
 autoregression (AR) and masked diffusion (MD).{origin}
 
 - steps: {step:,}; share of AR sequences: {alpha}
@@ -159,12 +159,12 @@ autoregression (AR) and masked diffusion (MD).{origin}
     AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)  # in both directions
     AutoModel.from_pretrained("{name}", trust_remote_code=True)             # the same, no head
 
-In each of them the state at a token predicts the next token, even where that is a `<mask>`.
+In each of them, the state at a token predicts the next token, even if that is a `<mask>`.
 """
 
 
 def model_card(trained):
-    """Return the README.md of an exported model: what is true of it at this step."""
+    """Return the README.md of an exported model, with the facts as of this step."""
     s, checkpoint = trained.settings, trained.checkpoint
     step = checkpoint["step"]
     losses = "not measured"
@@ -297,7 +297,7 @@ def read_state_dict(file):
     except OSError:
         raise
     except Exception:  # safetensors, pickle, zipfile and torch raise their own types
-        die(f"{file} holds no weights, or not only weights: choose a released model's file")
+        die(f"{file} holds no weights, or more than weights: choose a released model's file")
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def parse_arguments():
     add("--dtype", choices=dtypes, default=dtypes[0], help="type of the weights (float32)")
     args = parser.parse_args()
     if args.out.exists():
-        die(f"{args.out} exists already: remove it, or choose another name")
+        die(f"{args.out} already exists: remove it, or choose another name")
     return args
 
 

@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         """Return the last hidden states (B, T, D). State i predicts token i + 1 in every mode.
 
         This is the paper's masked next-token prediction: a token is predicted from its left
-        neighbour, whether it is masked or still to come.
+        neighbor, whether it is masked or still to come.
 
         tokens: (B, T); mask: from make_mask; positions: (B or 1, T). With caches (new_caches),
         only the T newest tokens are given, and the last T rows of the mask.
@@ -252,7 +252,7 @@ class HeadLoss(torch.autograd.Function):
         """Return a sequence's loss, its cross-entropy, and the gradient of the loss.
 
         logits and gradient (T, V), targets and weights (T, 1). It works in place, because memory
-        traffic counts on a CPU; on a GPU train.py compiles it.
+        traffic matters on a CPU; on a GPU, train.py compiles it.
         """
         dtype = logits.dtype
         logits = logits.float()

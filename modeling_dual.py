@@ -19,7 +19,7 @@ class DualModel(LlamaModel):
     _keys_to_ignore_on_load_unexpected = ["lm_head.weight"]
 
     def forward(self, input_ids=None, attention_mask=None, *, inputs_embeds=None, **kwargs):
-        """Return the hidden states of B texts of T tokens; those in a cache come before them.
+        """Return the hidden states of B texts of T tokens; any cached tokens come before these.
 
         attention_mask: (B, T), where 0 is padding; or (B, T, T), where row i is 0 at the tokens
         that token i does not see; or (B, 1, T, T), a number to add to each attention score.
@@ -54,7 +54,7 @@ class DualForSequenceClassification(LlamaForSequenceClassification):
         self.post_init()
 
 
-# So that save_pretrained() copies this file.
+# These calls make save_pretrained() copy this file.
 DualModel.register_for_auto_class("AutoModel")
 DualForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
 DualForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

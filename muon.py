@@ -45,7 +45,7 @@ def orthogonalize(G):
 class Host:
     """The ranks that share this host, and this rank's peers: one rank on every other host.
 
-    Gradients are scattered within the host, where that is fast and each rank gets whole matrices,
+    Gradients are first scattered within the host, which is fast and gives each rank whole matrices,
     and then summed over the peers.
     """
 
@@ -73,7 +73,7 @@ class Host:
 class Stack:
     """Matrices of one shape as views of one tensor (n, rows, cols); gradients are views of another.
 
-    Zeros pad n to a multiple of the ranks on a host. Each rank owns one slice of whole
+    Zeros pad n to a multiple of the number of ranks on a host. Each rank owns one slice of whole
     matrices: it alone updates them and keeps their momentum.
     """
 
@@ -91,11 +91,11 @@ class Stack:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon, its work shared between ranks. Call reduce, step and zero_grad, in this order.
+    """Muon, with its work shared between ranks. Call reduce, step and zero_grad, in this order.
 
-    For each shape of matrices this is one reduce-scatter of the gradients (and an all-reduce across
-    hosts), Newton-Schulz on the rank's own slice, and one all-gather of the weights. Newton-Schulz
-    runs in `dtype`.
+    Each matrix shape takes one reduce-scatter of the gradients (and an all-reduce across hosts),
+    Newton-Schulz on the rank's own slice, and one all-gather of the weights. Newton-Schulz runs in
+    `dtype`.
     """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.1, dtype=torch.float32):
@@ -110,7 +110,7 @@ class Muon(torch.optim.Optimizer):
     def reduce(self):
         """Sum the gradients over all ranks, each matrix on its owner; return their squared norm.
 
-        The other slices keep what this rank has computed itself, which nothing reads.
+        The other slices keep this rank's own gradients, which nothing reads.
         """
         squares = []
         for stack in self.stacks:
@@ -146,9 +146,9 @@ class Muon(torch.optim.Optimizer):
             stack.grads.zero_()  # in place, so that p.grad remains a view
 
     def gather_momentum(self):
-        """Return every matrix's momentum, in the order of the parameters: a collective call.
+        """Return every matrix's momentum, in the order of the parameters. All ranks must call this.
 
-        It is the same on any number of ranks, and so are checkpoints.
+        The result is the same on any number of ranks, and so are checkpoints.
         """
         momentum_of = {}
         for stack in self.stacks:
@@ -161,7 +161,7 @@ class Muon(torch.optim.Optimizer):
         return [momentum_of[p] for p in self.param_groups[0]["params"]]
 
     def load_momentum(self, momenta):
-        """Take back what gather_momentum returned, on any number of ranks."""
+        """Load what gather_momentum returned, on any number of ranks."""
         momentum_of = dict(zip(self.param_groups[0]["params"], momenta, strict=True))
         for stack in self.stacks:
             for momentum, p in zip(stack.momentum, stack.params[stack.mine]):

@@ -9,11 +9,11 @@ Turn text into a prepared folder: hold out a part, train a tokenizer, encode.
     python prepare.py --tasks                           # the evaluation sets -> data/tasks
 
 Inputs are files, folders (every file in them that is not hidden), globs, or - for standard input.
-A file may be packed (.gz, .zst). In JSON lines (.jsonl, .json, .ndjson) the field `text` of each
-line is a document. Any other file is plain UTF-8 text, which is cut at blank lines or line ends
+A file may be compressed (.gz, .zst). In JSON lines (.jsonl, .json, .ndjson) the field `text` of
+each line is a document. Any other file is plain UTF-8 text, cut at blank lines or line ends
 into documents of about 2 KiB. Standard input is JSON lines if it begins with {.
 
-The files that --val names are held out. Without --val, a share of the text is: JSON documents by
+--val names the files to hold out. Without it, a share of the text is held out: JSON documents by
 their hash, so that each stays on its side when the corpus grows, and the end of every plain text.
 
 The text is never in memory as a whole: it is read in passes (hash, learn, encode), and memory
@@ -39,7 +39,7 @@ from pathlib import Path
 from errors import die, report
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports, so that a missing package is one line too
+    sys.excepthook = report  # before the large imports, to report a missing package in one line too
 
 import numpy as np
 import tiktoken
@@ -117,7 +117,7 @@ def embedded_corpus():
 
 
 def import_zstd():
-    """Return the module that unpacks .zst files: Python's own from 3.14 on, a package before."""
+    """Return the module that reads .zst files: Python's own from 3.14 on, a package before that."""
     try:
         from compression import zstd
     except ImportError:
@@ -126,7 +126,7 @@ def import_zstd():
 
 
 def open_text(path):
-    """Open a file to read its text: unpacked, CR LF as LF, without a byte order mark.
+    """Open a file to read its text: decompressed, CR LF as LF, without a byte order mark.
 
     A byte that is not UTF-8 becomes a lone surrogate, which no valid text has.
     """
@@ -150,7 +150,7 @@ def cut_text(file):
     """Yield the pieces of a plain text, each of them a document; together they make up all of it.
 
     A piece ends at the first blank line after PIECE characters, or else at the first line end
-    after twice as many. Only a line longer than any paragraph is itself cut.
+    after twice as many. Only a line of more than 16 * PIECE characters is itself cut.
     """
     piece = ""
     while line := file.readline(16 * PIECE):
@@ -167,7 +167,7 @@ def read_pieces(path):
     with open_text(path) as file:
         pieces = cut_text(file)
         if get_ending(path) in JSON_LINES:
-            # A line that never ends is read in parts, so that it does not fill the memory.
+            # A line that never ends is read in parts, so that it does not fill up memory.
             pieces = iter(partial(file.readline, 2**28), "")
         try:
             yield from pieces
@@ -241,8 +241,8 @@ def hold_out(paths, hashes, sizes, counts, val_fraction):
     """Return which documents to hold out if the user names none, by one rule for each kind of file.
 
     Of the JSON documents, those with small hashes are held out; of each plain text, the last
-    pieces, until that share of all plain text so far is held out. So a book loses its end, and many
-    short notes lose about every tenth.
+    pieces, until that share of all plain text so far is held out. So a book loses its end, and
+    about one in ten of many short notes is held out.
     """
     val = np.zeros(len(hashes), bool)
     total = held_out = 0  # bytes of plain text
@@ -459,7 +459,7 @@ def parse_arguments():
     if args.vocab_size is not None and not smallest <= args.vocab_size <= 65535:
         die(f"--vocab_size must be from {smallest} to 65535")
     if not 0 <= args.val_fraction < 1:
-        die("--val_fraction must be a share from 0 (one document) to less than 1")
+        die("--val_fraction must be at least 0 (one document) and less than 1")
     return args
 
 
@@ -519,7 +519,7 @@ def main():
 
         meta = prepare(paths, len(val_files), folder, args)
         if (out / "meta.json").exists():
-            print(f"replacing the text that was prepared in {out} before")
+            print(f"replacing the text that was prepared in {out} earlier")
         for name in (*FILES, "meta.json"):  # meta.json last: it has the hashes of the others
             os.replace(folder / name, out / name)
     print(f"{out} is ready. Next: {next_command(out, meta['train']['bytes'])}")

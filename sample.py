@@ -6,7 +6,7 @@ Generate text with a trained model, in one of four modes.
     python sample.py --ckpt out/demo --mode diffusion --prompt "A list" --steps 32 --watch
     python sample.py --ckpt out/demo --mode infill --prompt "Return the<mask:3> of a list."
 
-ar         continue the prompt, token by token, past the model's window too
+ar         continue the prompt, token by token, even past the model's window
 prefix     the same, but the prompt is read in both directions
 diffusion  put masks after the prompt, and fill them in
 infill     fill the gaps in the prompt: <mask> is one token, <mask:12> is twelve
@@ -77,11 +77,11 @@ def who_sees_whom(n_tokens, prefix, device):
 
 @torch.inference_mode()
 def extend(model, special, prompt, window, generator, args):
-    """Append up to args.length tokens to each row of a prompt (B, n), fewer if <s> ends it.
+    """Append args.length tokens to each row of a prompt (B, n), or fewer if <s> ends it.
 
     Yield all tokens after each new one. A cache keeps what was computed: the prompt is read once,
     then only the newest token. A text that outgrows the window loses its older half, and the rest
-    is read anew, without a <s>: most windows of the training text have none either.
+    is read anew, without <s>: most training windows do not begin with one either.
     """
     device = model.embed.weight.device
     B, n = prompt.shape
@@ -113,7 +113,7 @@ def extend(model, special, prompt, window, generator, args):
 
 @torch.inference_mode()
 def fill(model, special, tokens, generator, args):
-    """Replace the masks in tokens (B, T) in args.steps steps, equally many in each.
+    """Replace the masks in tokens (B, T) in args.steps steps, the same number in each.
 
     Yield the tokens after each step. A step first chooses places, by args.order and the
     distribution without temperature, then draws their tokens. One mask a step in random order is
@@ -125,7 +125,7 @@ def fill(model, special, tokens, generator, args):
     n_masks = tokens[0].tolist().count(special.mask)
     n_steps = min(args.steps or n_masks, n_masks)
     for step in range(n_steps):
-        # Steps that are as equal as they can be, and add up to n_masks.
+        # Steps that are as equal as possible, and add up to n_masks.
         n_now = n_masks * (step + 1) // n_steps - n_masks * step // n_steps
         h = model.hidden(tokens.to(device), mask, positions)
         for b, row in enumerate(tokens):
@@ -202,7 +202,7 @@ def parse_arguments():
     if args.num_samples < 1:
         die("--num_samples must be at least 1")
     if not (0 <= args.temperature < 1e6 and 0 < args.top_p <= 1):
-        die("--temperature must be at least 0, and --top_p a share above 0 and up to 1")
+        die("--temperature must be at least 0, and --top_p must be above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
         die("--seed must be from 0 to 2^63 - 1")
     return args
@@ -239,7 +239,7 @@ def main():
         if len(row) > window:
             die(f"{len(row)} tokens (<s>, prompt, masks) exceed this model's window of {window}")
         if special.mask not in row:
-            die("nothing to fill in: write <mask> or <mask:12> into the prompt")
+            die("nothing to fill in: write <mask> or <mask:12> in the prompt")
         versions = fill(model, special, tokens, generator, args)
     for tokens in versions:
         if args.watch:

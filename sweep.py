@@ -44,7 +44,7 @@ from typing import NamedTuple
 from errors import die, report, suggest
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports, so that a missing package is one line too
+    sys.excepthook = report  # before the large imports, to report a missing package in one line too
     sys.stdout.reconfigure(errors="replace")  # some terminals cannot print ±
 
 import numpy as np
@@ -101,14 +101,14 @@ class Line(NamedTuple):
     label: str
     color: tuple
     style: str
-    is_trained: bool  # otherwise the panel does not make room for it
+    is_trained: bool  # if not, the limits of the panel ignore it
     curves: list[np.ndarray]  # each (n, 2): tokens, loss
 
 
 def log_odds(alpha):
     """Return log2 of the odds of AR; 1/64 keeps 0 and 1 finite.
 
-    A step halves the share of an objective, as a step of log2 R halves the data.
+    A step of 1 halves the share of an objective, as a step of 1 in log2 R halves the data.
     """
     alpha = np.asarray(alpha, dtype=float)
     return np.log2((alpha + 1 / 64) / (1 - alpha + 1 / 64))
@@ -154,7 +154,7 @@ def run_grid(args):
                 run_one(args, *cell)
             except ChildProcessError:
                 cells.clear()
-                bar.set_description("a run failed, waiting for the others")
+                bar.set_description("a run failed; waiting for the others")
                 raise
             bar.update()
 
@@ -166,7 +166,7 @@ def run_grid(args):
                 worker.result()
         except KeyboardInterrupt:
             cells.clear()
-            bar.write("stopping: the runs under way save first; the same command continues")
+            bar.write("stopping: the runs under way save first; the same command continues them")
             raise
 
 
@@ -181,7 +181,7 @@ def refuse_flags(flags, own):
 def run_one(args, seed, R, alpha):
     """Train a run, then evaluate it; both scripts continue where they stopped.
 
-    train.py ends at once if the run is finished, and refuses one that has other settings.
+    train.py ends at once if the run is finished, and refuses one with different settings.
     """
     folder = args.results / f"R{R}_a{alpha}_s{seed}".replace("/", "_")
     flags = [f"--repetitions={R}", f"--alpha={alpha}", f"--seed={seed}", f"--out_dir={folder}"]
@@ -344,11 +344,11 @@ def select_runs(args):
 
 
 def check_alike(runs, results):
-    """Refuse to fit or draw together runs that differ in more than R, alpha and seed."""
+    """Refuse to fit or draw runs together if they differ in more than R, alpha and seed."""
     flags = [set(run.settings.split()) for run in runs]
     differing = set.union(*flags) - set.intersection(*flags)
     if len(group_by(runs, "repetitions", "settings")) == len(group_by(runs, "repetitions")):
-        # With max_steps = 0 it follows from R.
+        # With max_steps = 0, the number of steps follows from R.
         differing = {flag for flag in differing if not flag.startswith("--max_steps=")}
     if differing:
         die(f"only R, alpha and seed may differ; {results} mixes {' '.join(sorted(differing))}")
@@ -425,7 +425,7 @@ def format_mean(column, values, of_the_mean):
 
 # ---- fit: the paper's Gaussian process, Section 5.2 ----------------------------------------------
 def print_fit(args):
-    """Print which alpha is most likely the best for each R, and how sure that is."""
+    """Print which alpha is most likely the best for each R, and how certain that is."""
     runs, columns = select_runs(args)
     check_alike(runs, args.results)
     Rs = sorted({run.repetitions for run in runs})
@@ -452,8 +452,9 @@ def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
     if re.match(r"val_md|logp_(\w+_)?(pll|chain|mc)", column):
         # AR alone has never seen a mask: in nats it is off the scale and would bend the surface.
         runs = [run for run in runs if run.alpha < 1]
-    if len(runs) < 5 or len({run.alpha for run in runs}) < 2:
-        die(f"a fit of '{column}' needs 5 runs and 2 alphas; {len(runs)} runs have it")
+    n_alphas_run = len({run.alpha for run in runs})
+    if len(runs) < 5 or n_alphas_run < 2:
+        die(f"a fit of '{column}' needs 5 runs and 2 alphas; it has {len(runs)} and {n_alphas_run}")
 
     from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
@@ -469,7 +470,7 @@ def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
     scale = places.std(axis=0) + 1e-9
     standardized = (places - center) / scale
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scikit-learn names every parameter that ends at its bound
+        warnings.simplefilter("ignore")  # scikit-learn warns of parameters that end at their bounds
         gp.fit(standardized, values)
     r2 = gp.score(standardized, values)
     noise = np.std(values - gp.predict(standardized))
@@ -491,8 +492,8 @@ def seed_shifts(runs, column):
     """Return {seed: how far it lies above the reference, the seed that has the most runs}.
 
     This is the median difference over the cells that both have; a mean would follow the few runs
-    that overfit, or that never trained this objective. A seed without such cells stays where it is,
-    and so does a paired difference, in which the text cancels.
+    that overfit, or that never trained this objective. A seed without such cells is not shifted,
+    nor is a paired difference, in which the text cancels.
     """
     cells_of = defaultdict(dict)
     for run in runs:
@@ -526,7 +527,8 @@ def draw_figures(args):
     for (R,), group in group_by(runs, "repetitions").items():
         lines = lines_of_runs(group)
         if lines:
-            save_page(draw_lines(f"R = {R:.4g}", lines, unit), folder / f"curves_R{R:.4g}.png")
+            page = draw_lines(f"repetitions R = {R:.4g}", lines, unit)
+            save_page(page, folder / f"curves_R{R:.4g}.png")
     if len({run.repetitions for run in runs}) > 1:
         save_page(draw_maps(runs, columns, unit), folder / "map.png")
 
@@ -567,7 +569,7 @@ def lines_of_runs(runs):
     lines = []
     for (alpha,), group in group_by(runs, "alpha").items():
         label = {0: "MD alone", 1: "AR alone"}.get(alpha, f"α = {alpha}")
-        # without the first validation, before any training
+        # leave out the first validation, before any training
         curves = [run.curve[1:] for run in group if len(run.curve) > 1]
         for objective, share, index in (("ar", alpha, 1), ("md", 1 - alpha, 2)):
             losses = [curve[:, [0, index]] for curve in curves]

@@ -30,7 +30,7 @@ class Task(NamedTuple):
     n_documents: int
     n_files: int = 0  # if there are several, each is a subtask
     files: str = ""  # a glob of their names in the release; on disk only its last part counts
-    labels: str = ""  # a file with a label per line, where the records have none
+    labels: str = ""  # a file with a label per line, if the records have none
     urls: tuple[str, ...] = ()  # the official files, or archives that hold them
 
 
@@ -108,7 +108,7 @@ def render(name, record, tag):
         completions = [" " + record["answer" + letter] for letter in "ABC"]
         return context, completions, int(tag) - 1
 
-    # ARC, CommonsenseQA and OpenBookQA: 3 to 5 choices, labelled with letters or digits
+    # ARC, CommonsenseQA and OpenBookQA: 3 to 5 choices, labeled with letters or digits
     question = record["question"]
     labels = [choice["label"] for choice in question["choices"]]
     completions = [" " + choice["text"] for choice in question["choices"]]
@@ -164,7 +164,7 @@ def read_documents(name, path, first_number):
     except Exception as error:  # a damaged record can raise anything
         die(
             f"{path}, record {len(documents) + 1} is wrong ({type(error).__name__}: {error}); "
-            f"if it is damaged, remove {path.parent} and run: python prepare.py --tasks"
+            f"if the file is damaged, remove {path.parent} and run: python prepare.py --tasks"
         )
     return documents
 
@@ -179,7 +179,7 @@ def read_records(path):
 
 
 def check_document(document):
-    """Refuse a document that a damaged record may lead to."""
+    """Refuse a document that a damaged record may have produced."""
     if not all(completion.strip() for completion in document.completions):
         raise ValueError(f"an empty completion in {document.completions}")
     if document.gold not in range(len(document.completions)):

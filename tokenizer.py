@@ -42,7 +42,7 @@ def find_special_ids(tokenizer_json):
 def parse_tokenizer(tokenizer_json):
     """Return the tokenizer that the text of a tokenizer.json describes, or raise a ValueError.
 
-    It encodes a text whole, whatever its length, and a literal <mask> in it as text.
+    It encodes the whole of a text, whatever its length, and treats a literal <mask> as text.
     """
     try:
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
@@ -63,7 +63,7 @@ def with_mask_token(tokenizer_json):
         return tokenizer_json
     vocab = tokenizer.get_vocab()
     tokenizer.add_special_tokens(["<mask>"])
-    # `tokenizers` counts the tokens to find a new id: wrong if some ids are unused.
+    # `tokenizers` counts the tokens to find a new id, which is wrong if some ids are unused.
     if tokenizer.token_to_id("<mask>") != vocab.get("<mask>", 1 + max(vocab.values())):
         raise ValueError("some of its ids are unused, so no <mask> can be added")
     return tokenizer.to_str(pretty=True)
@@ -103,7 +103,7 @@ def train_tokenizer(texts, vocab_size):
 
 
 def is_ours(tokenizer):
-    """Return whether a tokenizer is one of train_tokenizer's, whatever its vocabulary."""
+    """Return whether a tokenizer was made by train_tokenizer, whatever its vocabulary."""
     ours = new_tokenizer()
     ours.add_special_tokens(SPECIAL_TOKENS)
     configs = [json.loads(ours.to_str()), json.loads(tokenizer.to_str())]

@@ -26,7 +26,7 @@ from pathlib import Path
 from errors import die, report
 
 if __name__ == "__main__":
-    sys.excepthook = report  # before the large imports, so that a missing package is one line too
+    sys.excepthook = report  # before the large imports, to report a missing package in one line too
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -61,7 +61,7 @@ if rank == 0:
 any_rank(False)  # wait for the lock
 newest = checkpoint.newest_checkpoint(s.out_dir)
 if newest and not s.resume:
-    die(f"{s.out_dir} holds a run already: continue it with --resume, or choose another --out_dir")
+    die(f"{s.out_dir} already holds a run: continue it with --resume, or choose another --out_dir")
 if s.resume and not newest and set(named) <= set(FREE_ON_RESUME):
     die(f"there is no run in {s.out_dir} to continue; to begin one, name a config file too")
 
@@ -71,7 +71,7 @@ if newest:
     if saved.get("format") != checkpoint.CHECKPOINT_FORMAT:
         die(
             f"{newest} cannot be continued: another version wrote it, or it is an imported model; "
-            f"to start a run from it: --init_from={newest}, and another --out_dir"
+            f"to start a run from it, use --init_from={newest} and another --out_dir"
         )
     # The directory may have been moved, and this may be another machine.
     here = {"out_dir": s.out_dir, "device": s.device}
@@ -166,7 +166,7 @@ if saved:
     else:
         say(f"starting from {s.init_from} at step {step}")
         if step >= s.max_steps:
-            die(f"{s.init_from} has {step} steps already: raise max_steps")
+            die(f"{s.init_from} already has {step} steps: raise max_steps")
         for record in records:  # the run continues: it is no longer done
             record.pop("done", None)
             record.pop("overfit", None)
@@ -292,7 +292,7 @@ say(
     f"{float((1 - alpha) * R):.4g} times (standard deviation {deviation:.1f})"
 )
 if alpha * R > 32:
-    say("AR tends to overfit beyond about 16 times: --alpha=auto gives it that many")
+    say("AR tends to overfit beyond about 16 repetitions: --alpha=auto gives it that many")
 if n_slots % alpha.denominator != 0:
     say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: the mix varies")
 
@@ -322,7 +322,7 @@ while True:
     if decay_steps > 0:
         lr *= min(1.0, (s.max_steps - step) / decay_steps)
     record = None
-    is_new = step > first_step or step == 0  # otherwise the checkpoint has its record already
+    is_new = step > first_step or step == 0  # otherwise the checkpoint already has its record
     if is_new and (due(s.eval_interval) or (due(s.log_interval) and step > 0)):
         record = {"step": step, "tokens": step * tokens_per_step, "lr": lr}
         for name, (total, count) in running.items():
@@ -355,7 +355,7 @@ while True:
         upcoming = prefetch(step, slot + world)
         loss, ce = model.loss(batch, s.z_loss)  # each the sum over the slot's sequences
         # Eq. 5, alpha L_AR + (1 - alpha) L_MD, is a mean over sequences, a share alpha of them AR.
-        # Within a sequence the weights sum to 1; backward() sums over slots; ranks follow below.
+        # Within a sequence, weights sum to 1; backward() sums over slots; ranks are summed below.
         objective_weight = s.ar_weight if batch.objective == "ar" else 1.0
         (loss * objective_weight / s.batch_size).backward()
         losses[batch.objective][0] += ce

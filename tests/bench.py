@@ -1,12 +1,12 @@
 """
-Measure how fast this is, against what: ratios of times that anyone can check on any machine.
+Measure how fast this project is, as ratios of times that anyone can check on any machine.
 
     python tests/bench.py --json bench.json                                       # about 40 minutes
     python tests/bench.py --only training,head --rounds 3
     python tests/bench.py --only cost --devices 8 --peak_flops 989e12 --mfu 0.4   # only arithmetic
 
-A part times our way of doing something and another, the plain form or that of a library. Both take
-turns, and the median counts. This needs requirements-dev.txt; `evaluation` reads data/tasks.
+Each part times our way of doing something against another: the plain form, or a library's. The two
+take turns, and the median counts. This needs requirements-dev.txt; `evaluation` reads data/tasks.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def seconds(rounds, **functions):
 
 
 def small_model():
-    """Return a model of 8 layers and width 512, with weights that say something; its settings."""
+    """Return a model with 8 layers, width 512 and no zero matrices, and its settings."""
     torch.manual_seed(0)
     s = check(Settings(**SMALL))
     model = Transformer(s)
@@ -89,7 +89,7 @@ def small_model():
 
 
 def llama(model, s):
-    """Return a Llama of transformers with the same weights."""
+    """Return transformers' Llama with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -114,14 +114,14 @@ def llama(model, s):
 
 # ---- training ------------------------------------------------------------------------------------
 def make_stream(tokens, document_length, s):
-    """Return the stream over tokens that are cut into documents of one length."""
+    """Return a stream over tokens that are cut into documents of equal length."""
     starts = np.arange(0, len(tokens) + 1, document_length, dtype=np.uint64)
     split = Split(tokens, starts)
     return Stream(Corpus(split, split, "", s.vocab_size, SPECIAL, {}), s)
 
 
 def make_batches(s):
-    """Return an AR and an MD batch, 8 x 512 tokens of documents of 300 tokens."""
+    """Return an AR and an MD batch: 8 x 512 tokens, from documents of 300 tokens."""
     text = np.random.default_rng(0).integers(N_SPECIAL, s.vocab_size, 299, np.uint16)
     document = np.append(np.uint16(SPECIAL.bos), text)
     stream = make_stream(np.tile(document, 99), 300, s)
@@ -174,7 +174,7 @@ def training(args):
         muon.step()
         adamw_of_others.step()
 
-    # The work is the products and, over half of the window as it is causal, attention.
+    # The work is the products plus attention, over half of the window since it is causal.
     work = 1 + 6 * s.n_layer * s.n_embd * s.seq_len * n_tokens / n_flops
     name = "forward + backward"
     slot = dict(ours=train_ours, llama=train_llama, products=multiply)
@@ -198,7 +198,7 @@ def training(args):
 
 # ---- Muon ----------------------------------------------------------------------------------------
 def textbook(G):
-    """Orthogonalise one matrix by the published iteration."""
+    """Orthogonalize one matrix by the published iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = G.size(0) > G.size(1)
     X = G.T if tall else G
@@ -224,7 +224,7 @@ class TextbookMuon(Muon):
 
 
 def make_muon(kind, n_layers, settings):
-    """Return an optimizer of the matrices of n layers, with gradients."""
+    """Return an optimizer for the matrices of n layers, with gradients."""
     shapes = n_layers * block_shapes(check(Settings(**settings)))
     optimizer = kind([torch.nn.Parameter(torch.randn(shape)) for shape in shapes], 1e-9)
     for stack in optimizer.stacks:
@@ -233,7 +233,7 @@ def make_muon(kind, n_layers, settings):
 
 
 def measure_rank(rank, rounds, settings, folder):
-    """Write how much time and memory Muon takes on one of two ranks, over that of one alone."""
+    """Write Muon's time and memory on one of two ranks, relative to those of a single rank."""
     torch.set_num_threads(1)
     alone = make_muon(Muon, 4, settings)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
@@ -295,13 +295,13 @@ def our_head(inputs, z_loss=Z_LOSS):
 
 
 def plain_head(inputs):
-    """All logits at once, and no z-loss, which would cost another pass over them."""
+    """Compute all logits at once, without z-loss, which would cost another pass over them."""
     logits = inputs.h.flatten(0, 1) @ inputs.W.T
     F.cross_entropy(logits, inputs.targets.flatten()).backward()
 
 
 def read_peak():
-    """Return the most memory, in MB, that this process has had since it was last reset."""
+    """Return the peak memory of this process, in MB, since the last reset."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+)", status).group(1)) / 1024
 
@@ -352,7 +352,7 @@ def start_epoch(inputs):
 
 @functools.cache
 def embedded_corpus():
-    """Return the texts of the embedded corpus, and a tokenizer of 8,192 learned from it."""
+    """Return the texts of the embedded corpus, and a tokenizer with 8,192 ids learned from them."""
     texts = prepare.embedded_corpus()
     tokenizer = parse_tokenizer(train_tokenizer(texts, 8192))
     return texts, tokenizer
@@ -467,7 +467,7 @@ def decoding(args):
 
     @torch.inference_mode()
     def decode_without_cache(n_sequences):
-        """Do 8 of the steps that decode 512 tokens."""
+        """Run 8 of the 512 steps that decode 512 tokens."""
         for T in range(16 + 32, 16 + 512, 64):
             x = torch.randint(N_SPECIAL, s.vocab_size, (n_sequences, T))
             positions = torch.arange(T).expand(n_sequences, T)
@@ -507,7 +507,7 @@ def cost(args):
     for what, count in numbers.items():
         yield Row(f"{what}: GB on each of {n} devices", 4 * count / 1e9)
 
-    # 6 for each weight in a matrix product, and for each key that attention looks at twice that.
+    # 6 for each weight in a matrix product, and twice that for each key that attention sees.
     for what, n_keys in (("AR", s.seq_len / 2), ("MD", s.seq_len)):
         flops = 6 * (matrices + tables / 2) + 12 * s.n_layer * D * n_keys
         yield Row(f"{what}: GFLOPs a token", flops / 1e9)

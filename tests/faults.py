@@ -1,13 +1,13 @@
 """
-Run the project's scripts in processes of their own, with a fault at a chosen point inside.
+Run the project's scripts in processes of their own, with a fault at a chosen point.
 
 A fault is the name of a function in the first section, and its arguments. Under torchrun, or by
-hand, a script is given one like this:
+hand, pass one to a script like this:
 
     python tests/faults.py '["bad_gradient", 3, "matrix", 1e30]' train.py --data_dir=...
 
-A Launcher starts scripts as forks of a process that has imported torch already: such a start takes
-a fraction of a second.
+A Launcher starts scripts as forks of a process that has already imported torch: this takes only a
+fraction of a second.
 """
 
 import atexit
@@ -31,10 +31,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # ---- faults: each is called inside the process, before its script starts -------------------------
 def die_in_save(number, point):
-    """Kill this process in its `number`-th checkpoint.
+    """Kill this process while it saves its `number`-th checkpoint.
 
-    The point is a share of the bytes written, or the first call after that of one of the functions
-    of `os` that a checkpoint uses: "before fsync", "after replace", "after remove".
+    The point is a share of the bytes written or, once all are written, the first call of an `os`
+    function that a checkpoint uses: "before fsync", "after replace", "after remove".
     """
     import torch
 
@@ -88,7 +88,7 @@ def bad_gradient(step, where, value):
 
 
 def wait_in_step(step, path):
-    """Wait in the middle of a step until there is a file."""
+    """Wait in the middle of a step until a file exists."""
     import muon
 
     def wait(number, optimizer):
@@ -99,14 +99,14 @@ def wait_in_step(step, path):
 
 
 def full_disk(n_bytes):
-    """Let no file grow beyond a size, as if the disk were full."""
+    """Limit the size of every file, as if the disk were full."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
 
 
 def little_memory(n_bytes):
-    """Let this process address no more than so much memory."""
+    """Limit the memory that this process can address."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
@@ -129,7 +129,7 @@ def report_lock():
 
 
 def group_timeout(seconds):
-    """Wait for another rank so long, where the scripts would wait for minutes."""
+    """Wait this long for another rank; by default the scripts wait for minutes."""
     import device
     import muon
 
@@ -137,7 +137,7 @@ def group_timeout(seconds):
 
 
 def starve_gloo():
-    """Run the threads of the process group only when a core is idle, as load does now and then."""
+    """Run the process group's threads only when a core is idle, as can happen under load."""
     import torch.distributed as dist
 
     init = dist.init_process_group
@@ -152,20 +152,20 @@ def starve_gloo():
 
 
 def report_threads():
-    """Print, as the last thing of all, how many threads of a process group are left."""
+    """Print, at the very end, how many threads of a process group are left."""
 
     def count():
         names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
         n_threads = sum("gloo" in name for name in names)
         # In one write, on a line of its own: the ranks share the output, and print() may write
-        # a line and its end apart.
+        # a line and its newline separately.
         os.write(1, f"\n{n_threads} threads of gloo at the end\n".encode())
 
     atexit.register(count)  # what is registered first is called last
 
 
 def lose_rank(rank, step):
-    """Kill a rank of torchrun's at a step, but not again after a restart; report threads too."""
+    """Kill one of torchrun's ranks at a step, but only once; report threads too."""
     import muon
 
     def kill(number, optimizer):
@@ -202,13 +202,13 @@ def run_script(script, argv, fault=None):
 
 
 def serve():
-    """Answer each line of standard input, an order in JSON, with a line: see Launcher."""
-    import torch._dynamo  # noqa: F401  slow to import, and train.py will ask for it
+    """Answer each line of standard input, an order in JSON, with one line: see Launcher."""
+    import torch._dynamo  # noqa: F401  slow to import, and train.py will need it
 
     import checkpoint  # noqa: F401
     import muon  # noqa: F401
 
-    gc.freeze()  # so that no fork goes through all that was imported
+    gc.freeze()  # so that garbage collection in a fork skips everything imported so far
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
@@ -233,7 +233,7 @@ def enter(order):
 
 
 def wait_for(pid, seconds):
-    """Return the exit status of a child, or None if it is still running after so many seconds."""
+    """Return the exit status of a child, or None if it is still running after this many seconds."""
     end = time.time() + seconds
     while time.time() < end:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -243,7 +243,7 @@ def wait_for(pid, seconds):
 
 
 class Launcher:
-    """Starts scripts as forks of one process, and ends those that are left when it is closed."""
+    """Starts scripts as forks of one process; on exit, kills those that are still running."""
 
     def __enter__(self):
         self.server = subprocess.Popen(
@@ -282,7 +282,7 @@ class Launcher:
         return pid
 
     def start_ranks(self, n, *job, faults=None, **environment):
-        """Start n processes of one group as torchrun does; `faults` may hold one for a rank."""
+        """Start n processes of one group as torchrun does; `faults` is {rank: fault}."""
         if n == 1:
             return [self.start(*job, fault=(faults or {}).get(0), **environment)]
         with socket.socket() as probe:
@@ -297,7 +297,7 @@ class Launcher:
         return pids
 
     def wait(self, pid, seconds=600):
-        """Return the exit status, or None if the process is still running after so long."""
+        """Return the exit status, or None if the process is still running after that time."""
         status = self.ask(wait=pid, seconds=seconds)
         if status is not None:
             self.running.remove(pid)

@@ -46,7 +46,7 @@ ODD_BYTES += [b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"PK\x03\x0
 
 # ---- damage --------------------------------------------------------------------------------------
 def damage(content, rng):
-    """Return bytes after one to four accidents."""
+    """Return the bytes after one to four random accidents."""
     content = bytearray(content)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         start = rng.randrange(len(content) + 1)
@@ -70,7 +70,7 @@ def damage(content, rng):
 
 
 def alter(value, rng):
-    """Return nested lists and dicts in which one thing is another, is missing, or comes twice."""
+    """Return nested lists and dicts with one element replaced, missing or duplicated."""
     if isinstance(value, (list, dict)) and value and rng.random() < 0.9:
         copy = type(value)(value)
         key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
@@ -92,7 +92,7 @@ def to_json(value):
 
 
 def spoil_json(content, rng):
-    """Damage a JSON file as bytes, or as what they stand for."""
+    """Damage the bytes of a JSON file, or the values that they encode."""
     if rng.random() < 0.5:
         return damage(content, rng)
     return to_json(alter(json.loads(content), rng))
@@ -110,7 +110,7 @@ class Bomb:
 
 # ---- the readers: each gets a folder that has data/tiny, and returns a function of a generator ---
 def prepared_folders(folder):
-    """Read a prepared folder. Often the hashes in meta.json are right, as if someone meant it."""
+    """Read a prepared folder. Often meta.json has matching hashes, as if damaged on purpose."""
     target = folder / "bad"
     files = shrink_corpus(folder / "data/tiny", target)
     s = tiny_settings(max_steps=2)
@@ -160,7 +160,7 @@ def read_batches(folder, s):
 
 
 def corpora(folder):
-    """Read text: plain, or JSON lines, or packed."""
+    """Read text: plain, or JSON lines, compressed or not."""
     zstd = prepare.import_zstd()
     checksum = {zstd.CompressionParameter.checksum_flag: True}
     pack = {".txt": bytes, ".md.gz": gzip.compress, ".jsonl": bytes, ".jsonl.gz": gzip.compress}
@@ -180,7 +180,7 @@ def corpora(folder):
         path.write_bytes(damage(content, rng))
         found = [text for _, text, _ in prepare.read_documents([str(path)])]
         prepare.hash_documents([str(path)])
-        # A packed file has checksums, but they do not cover a name, or what is not a member.
+        # A compressed file has checksums, but they do not cover its name, or data outside members.
         if kind in (".jsonl.gz", ".jsonl.zst") and records is lines:
             copies = len(found) // len(texts)
             assert found == texts * copies, "another text, and nobody noticed"
@@ -189,7 +189,7 @@ def corpora(folder):
 
 
 def small_checkpoint(folder):
-    """Return what a checkpoint holds, of a model of 8 units."""
+    """Return the content of a checkpoint, for a model of width 8."""
     s = tiny_settings(n_layer=1, n_embd=8, n_ff=8, n_head=1)
     tokenizer = (folder / "data/tiny/tokenizer.json").read_text("utf-8")
     return {
@@ -205,9 +205,9 @@ def small_checkpoint(folder):
 
 
 def save_spoiled(content, path, bomb, rng):
-    """Write a pickle: damaged, or sound but with another content, or one that wants to be executed.
+    """Write a pickle: damaged, or intact but with altered content, or one that tries to run code.
 
-    Return whether it is only damaged, so that what can be read from it must be right.
+    Return whether it is only damaged: then whatever can be read from it must be right.
     """
     kind = rng.choice(["damaged", "damaged", "damaged", "altered", "altered", "hostile"])
     if kind == "damaged":
@@ -354,7 +354,7 @@ def archives(folder):
         try:
             tasks.download_tasks(place / "tasks")
             found = (place / "tasks/openbookqa/test.jsonl").read_bytes()
-            # A tar file has no checksum of what is in its members.
+            # A tar file has no checksum of its members' content.
             assert found == record * 3 or kind == ".tar", "not what is in the archive"
         finally:
             tasks.TASKS = original
@@ -367,7 +367,7 @@ def archives(folder):
 
 
 def pack_members(kind, record, place, rng):
-    """Return an archive of up to three members, of which one may be what is looked for."""
+    """Return an archive of up to three members, one of which may be the wanted file."""
     members = []
     if rng.random() < 0.8:
         members.append(("x/Main/test.jsonl", tarfile.REGTYPE))
@@ -380,7 +380,7 @@ def pack_members(kind, record, place, rng):
     if kind == ".zip":
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, _ in members:
-                with warnings.catch_warnings(action="ignore"):  # about a name that is there twice
+                with warnings.catch_warnings(action="ignore"):  # about a duplicate name
                     archive.writestr(name, record * rng.choice([3, 3, 3, 2, 99]))
     else:
         with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -510,9 +510,9 @@ READERS = {
 
 # ---- feeding them --------------------------------------------------------------------------------
 def fuzz(folder, names, n_inputs, seed, say=None):
-    """Give so many inputs to each reader; return {name: (results, refusals)}.
+    """Give this many inputs to each reader; return {name: (results, refusals)}.
 
-    The first input that ends otherwise is an AssertionError that names it.
+    The first input that ends in any other way raises an AssertionError that names it.
     """
     counts = {}
     for name in names:
@@ -533,7 +533,7 @@ def fuzz(folder, names, n_inputs, seed, say=None):
 
 
 def try_input(read, rng, what):
-    """Let a reader read one input; return whether it did, or refused in one line."""
+    """Let a reader read one input; return True if it did, False if it refused in one line."""
     with silence(), time_limit(20):
         try:
             read(rng)
@@ -542,16 +542,16 @@ def try_input(read, rng, what):
             assert re.fullmatch("error: [^\n]+", str(end.code)), f"{what}: {end.code!r}"
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # tokenizers, written in Rust, panics with a kind of its own
+        except BaseException as error:  # tokenizers, written in Rust, has its own type of panic
             is_bug = not isinstance(error, OSError) or isinstance(error, TimeoutError)
             message = f"{what}: {type(error).__name__}: {error}"
-            assert not is_bug, message[:2000]  # of another OSError, errors.report makes one line
+            assert not is_bug, message[:2000]  # errors.report makes one line of any other OSError
     return False
 
 
 @contextlib.contextmanager
 def silence():
-    """Print nothing for a while; tokenizers tells of its panics by writing to descriptor 2."""
+    """Suppress all output; tokenizers reports its panics by writing to descriptor 2."""
     output = io.StringIO()
     errors = os.dup(2)
     with open(os.devnull, "w") as nothing:
@@ -566,7 +566,7 @@ def silence():
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raise TimeoutError in the code below after so many seconds of processor time."""
+    """Raise TimeoutError in the body after this many seconds of CPU time."""
 
     def stop(*_):
         raise TimeoutError(f"no answer within {seconds} seconds")

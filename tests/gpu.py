@@ -53,7 +53,7 @@ PEAK_FLOPS = {
 # GB that the paper's model needs with a micro_batch_size, the largest first.
 MEMORY = {8: 26, 4: 18, 1: 12}
 
-# n_ff is no multiple of 64, so that bf16 fills it up with zeros.
+# n_ff is not a multiple of 64, so that bf16 pads it with zeros.
 SMALL = dict(
     n_layer=2,
     n_head=2,
@@ -99,7 +99,7 @@ class Table:
         self.lines = []
 
     def note(self, name, found):
-        """Add something to know, about which there is nothing to judge."""
+        """Add a fact that is not judged."""
         self.add(Line(name, str(found)))
 
     def judge(self, name, found, expected, passed):
@@ -110,7 +110,7 @@ class Table:
         self.judge(name, f"{difference:.1e}", f"<= {limit:.0e}", difference <= limit)
 
     def fail(self, name, reason):
-        """Add what could not be done at all, which is a failure on any device."""
+        """Add something that could not be done at all: a failure on any device."""
         self.add(Line(name, reason, "", "FAILED"))
 
     def add(self, line):
@@ -125,7 +125,7 @@ class Table:
 
 # ---- running scripts -----------------------------------------------------------------------------
 def run(*command, n_ranks=1, **environment):
-    """Run a script of the project; return its output. If it fails, raise its last words."""
+    """Run a script of the project; return its output. If it fails, raise its error."""
     python = [sys.executable]
     if n_ranks > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
@@ -145,7 +145,7 @@ def run(*command, n_ranks=1, **environment):
 
 
 def be_child(script, *arguments):
-    """Run a script in this process; at its end, say what it took of the GPU."""
+    """Run a script in this process; at the end, print its GPU usage."""
     sys.argv = [str(ROOT / script), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
     counters = torch._dynamo.utils.counters
@@ -164,7 +164,7 @@ def read_usage(output):
 
 
 def train(folder, name, *config, n_ranks=1, **settings):
-    """Run train.py; return the records of its log, and what it took of the GPU."""
+    """Run train.py; return the records of its log, and its GPU usage."""
     settings = {"data_dir": folder / "data", "out_dir": folder / name, **settings}
     flags = [f"--{key}={value}" for key, value in settings.items()]
     output = run("train.py", *config, *flags, n_ranks=n_ranks)
@@ -179,7 +179,7 @@ def read_records(out_dir):
 
 
 def largest_difference(records, others):
-    """Return by how much any loss in one log differs from that in another, relatively."""
+    """Return the largest relative difference between the losses in two logs."""
     differences = []
     for record, other in zip(records, others, strict=True):
         for name in ("train_ar", "train_md", "val_ar", "val_md"):
@@ -235,9 +235,9 @@ def compare_ranks(table, folder):
 
 # ---- 2: the paper's model ------------------------------------------------------------------------
 def flops_per_token(s):
-    """Return 6 for each weight in a matrix product, and those of attention.
+    """Return 6 FLOPs for each weight in a matrix product, plus those of attention.
 
-    A token of AR looks at half a window on average, one of MD at a whole one.
+    In AR a token sees half a window on average, in MD a whole one.
     """
     weights = s.n_layer * (4 * s.n_embd**2 + 3 * s.n_embd * s.n_ff) + s.n_embd * s.vocab_size
     attention = 6 * s.n_layer * s.n_embd * s.seq_len
@@ -251,7 +251,7 @@ def measure_all_gpus(table, folder):
 
 
 def measure_paper(table, folder, n_gpus=1):
-    """Time the paper's model: 8 slots a step on each GPU, the first steps left out."""
+    """Time the paper's model: 8 slots a step on each GPU, leaving out the first steps."""
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9
     fitting = [size for size, needed in MEMORY.items() if needed <= memory]
     if not fitting:
@@ -288,7 +288,7 @@ def measure_paper(table, folder, n_gpus=1):
 
 # ---- 3: use --------------------------------------------------------------------------------------
 def evaluate(folder, name, limit, **environment):
-    """Run eval.py on held-out text; return the results and the seconds."""
+    """Run eval.py on held-out text; return the results and the time in seconds."""
     file = folder / f"{name}.json"
     ckpt = str(folder / name.partition("-")[0])
     arguments = ["--tasks", "heldout", "--limit", str(limit), "--json", str(file)]

@@ -3,16 +3,16 @@ Train on two hosts that are one machine: two network namespaces, joined by a cab
 
     python tests/hosts.py
 
-1. Two ranks on each host, started by torchrun with a c10d rendezvous: the losses and weights of
-   one process on one host.
+1. Two ranks on each host, started by torchrun with a c10d rendezvous, reach the losses and weights
+   of one process on one host.
 2. The cable is cut in the middle of a run: all four ranks end within the timeout of the process
    group (20 s here, ten minutes in train.py), and so does torchrun on the host of the rendezvous.
-   The torchrun that is cut off waits for the rendezvous, and is ended by hand, as a scheduler
-   would. The checkpoint is sound.
+   The torchrun that is cut off waits for the rendezvous, and is killed by hand, as a scheduler
+   would do. The checkpoint is intact.
 3. Both hosts are started again with the same command: they continue, to the same weights.
 
-This needs Linux, the right to make namespaces (root) and `ip` (package iproute2). Where these are
-missing, it says so and does nothing.
+This needs Linux, the right to make namespaces (root) and `ip` (package iproute2). If any of these
+is missing, it says so and does nothing.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def start(folder, port, **settings):
         launcher = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
         launcher += ["--nnodes=2", "--nproc_per_node=2", f"--local_addr={address}"]
         launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[RENDEZVOUS]}:{port}"]
-        # The two share a machine and its name, so each must be told whether it is the host.
+        # The two share a machine and its name, so each must be told if it hosts the rendezvous.
         is_host = name == RENDEZVOUS
         launcher += [f"--rdzv_id={port}", f"--rdzv_conf=join_timeout=60,is_host={is_host}"]
         fault = json.dumps(["group_timeout", 20])
@@ -106,7 +106,7 @@ def start(folder, port, **settings):
 
 
 def finish(jobs, seconds, all_jobs):
-    """Return the exit statuses of jobs that end in time; then end all jobs, whatever they do."""
+    """Return the exit statuses of jobs that end in time; kill all that are still running."""
     try:
         return [job.process.wait(seconds) for job in jobs]
     except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ def read_output(jobs):
 
 
 def count_ranks():
-    """Return how many processes of train.py run on both hosts."""
+    """Return how many processes of train.py run on the two hosts together."""
     n_ranks = 0
     for name in HOSTS:
         for pid in ip("netns", "pids", name).split():
@@ -159,7 +159,7 @@ def compare_with_one_host(folder):
 
 
 def cut_the_cable(folder):
-    """Cut it after the first checkpoint; return the step of the last one."""
+    """Cut the cable after the first checkpoint; return the step of the last checkpoint."""
     out = folder / "out/cut"
     jobs = start(folder, 29512, out_dir="out/cut")
     end = time.time() + 600

@@ -2,7 +2,7 @@
 Run the GPU's kernels without a GPU, and compare what they compute with the plain model's results.
 
     pip install -r tests/requirements-interpret.txt    # Triton, beside the CPU build of torch
-    python tests/interpret.py                          # two minutes of one core
+    python tests/interpret.py                          # two minutes on one core
 
 Inductor is made to take the CPU for an H100. The kernels that it generates, those of the compiled
 blocks, of FlexAttention forward and backward, of its block mask, of the fused loss and of the
@@ -59,7 +59,7 @@ from model import HeadLoss, Transformer
 
 FP32_LIMIT = 1e-5
 
-# Three steps, a slot of AR and one of MD in each.
+# Three steps, each with one AR and one MD slot.
 RUN = dict(
     n_layer=1,
     n_head=1,
@@ -83,7 +83,7 @@ torch.cuda.get_device_properties = lambda device: mock.Mock(multi_processor_coun
 triton.runtime.driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 triton_helpers.set_driver_to_cpu = lambda: None
 InductorChoices.get_config_heuristics = lambda self, device: CUDAConfigHeuristic()
-flex._validate_device = lambda query, key, value: None  # refuses a backward pass on a CPU
+flex._validate_device = lambda query, key, value: None  # would refuse a backward pass on a CPU
 for module, function in (
     (flex, flex._apply_kernel_options),
     (flex_lowering, flex_lowering.flex_attention),
@@ -114,7 +114,7 @@ def read(x):
 
 
 def cast(self, x, dtype, rounding=None):
-    """Round to the nearest bf16, as a GPU does. Triton's own function cuts bits off."""
+    """Round to the nearest bf16, as a GPU does. Triton's own function truncates."""
     if dtype.scalar == tl.bfloat16:
         rounded = torch.tensor(read(x).astype(np.float32)).bfloat16()
         return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
@@ -139,7 +139,7 @@ def reduce(self, tensors):
 
 
 def elementwise(function):
-    """Make a function of Triton's from one of numpy's."""
+    """Make a Triton function from a numpy function."""
     return lambda x: tl.tensor(TensorHandle(function(x.handle.data), x.dtype), x.type)
 
 
@@ -150,7 +150,7 @@ interpreter.ReduceOps.generic_reduce = reduce
 for name in ("exp", "exp2", "log", "log2", "sqrt"):
     setattr(libdevice, name, elementwise(getattr(np, name)))
 libdevice.rsqrt = elementwise(lambda x: 1 / np.sqrt(x))
-# Two things that would double the time: the check of integers, and patching at every call.
+# Turn off two things that would double the time: integer checks, and patching at every call.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 interpreter._patch_lang(mock.Mock(__globals__={"tl": tl, "core": tl.core}))
 nothing_to_restore = interpreter._LangPatchScope()
@@ -159,7 +159,7 @@ interpreter._patch_lang = lambda function: nothing_to_restore
 
 @contextlib.contextmanager
 def cuda_path():
-    """Do in train.py's place what it does on CUDA, but for compiling the blocks."""
+    """Do what train.py does on CUDA, except for compiling the blocks."""
     launches.clear()
     always = property(lambda self: True, lambda self, value: None)
     compiled_loss = torch.compile(HeadLoss.sequence_loss, dynamic=False)
@@ -224,8 +224,8 @@ def loss_and_gradients(s, batch, dtype=torch.float32, compiled=False):
 
 
 def compare(B, T):
-    """Compare the compiled with the plain model in one shape; return what the controls need."""
-    # Heads are as wide as the paper's. n_ff is not a multiple of 64: bf16 fills it up with zeros.
+    """Compare the compiled and the plain model in one shape; return what the controls need."""
+    # Heads are as wide as the paper's. n_ff is not a multiple of 64: bf16 pads it with zeros.
     s = check(Settings(n_layer=1, n_head=2, n_embd=128, n_ff=100, vocab_size=270, seq_len=T))
     torch.compiler.reset()
     for mode, prefix in {"AR": 0, "MD": T, "prefix": T // 2}.items():

@@ -7,8 +7,8 @@ The long form of the fault tests. pytest runs short forms of its parts, in test_
     python tests/soak.py exits --runs 300
 
 kills:  end small runs at random moments, in every way there is; continue them; compare the result
-        with a run that was left in peace.
-inputs: give each reader damaged and hostile files. It must read them rightly, or refuse them in
+        with an undisturbed run.
+inputs: give each reader damaged and hostile files. It must read them correctly, or refuse them in
         one line.
 exits:  finish train.py and eval.py on two ranks, again and again on a loaded machine. Each must
         end with status 0.
@@ -49,7 +49,7 @@ RUN = dict(
     milestones="5,9",
     resume=True,
 )
-STAY = {5, 9, 16, 24}  # the steps whose checkpoints a finished run leaves
+STAY = {5, 9, 16, 24}  # the steps whose checkpoints a finished run keeps
 
 
 def prepare_corpus(folder):
@@ -83,7 +83,7 @@ def difference(one, other):
 
 
 # ---- kills ---------------------------------------------------------------------------------------
-# How a process may end after each kind of kill, if it has not finished before.
+# How a process may end after each kind of kill, unless it has finished first.
 ENDS = {
     "SIGKILL": {-signal.SIGKILL, 1},  # 1: a rank that has lost another one
     "SIGTERM": {128 + signal.SIGTERM, -signal.SIGTERM, 1},
@@ -96,7 +96,7 @@ POINTS = ["before fsync", "before replace", "after replace", "before remove", "a
 class Peace(NamedTuple):
     """A run that nobody disturbed."""
 
-    weights: dict  # {step: those of the checkpoint}
+    weights: dict  # {step: weights of its checkpoint}
     losses: list
     seconds: float
 
@@ -109,7 +109,7 @@ def read_weights(out):
 
 def run_in_peace(launcher, folder):
     output = folder / "peace.txt"
-    launcher.wait(launcher.start("train.py", ["-h"], folder, output))  # everything is imported then
+    launcher.wait(launcher.start("train.py", ["-h"], folder, output))  # until all is imported
     start = time.time()
     pid = launcher.start("train.py", flags(**RUN, out_dir="out/peace"), folder, output)
     assert launcher.wait(pid) == 0, output.read_text()
@@ -122,7 +122,7 @@ def run_in_peace(launcher, folder):
 class KillSeries:
     """Runs that are killed at random moments and continued, until they are finished.
 
-    A run begins and goes on with the numbers of processes in `worlds`, in turn.
+    A run starts and continues with each number of processes in `worlds` in turn.
     """
 
     def __init__(self, launcher, folder, peace, seed, worlds=(1,)):
@@ -136,7 +136,7 @@ class KillSeries:
         self.kills = collections.Counter()  # by their kind
         self.damaged = 0  # checkpoints that could not be read after a kill
         self.slowest_end = 0.0  # seconds from a kill until the last rank had ended
-        self.difference = 0.0  # the largest, of weights from those of the run in peace
+        self.difference = 0.0  # the largest, between weights and those of the undisturbed run
 
     def __str__(self):
         return (
@@ -147,7 +147,7 @@ class KillSeries:
         )
 
     def kill(self, n_kills, say=None):
-        """Kill runs so often, and compare each with the run in peace once it is finished."""
+        """Kill runs n_kills times; compare each finished run with the undisturbed one."""
         while self.kills.total() < n_kills:
             out = self.folder / f"out/killed{self.seed}_{self.runs}"
             self.runs += 1
@@ -170,7 +170,7 @@ class KillSeries:
         return self.rng.choice(kinds)
 
     def finishes(self, out, world, kind):
-        """Begin or continue a run and kill it; say whether it has finished before."""
+        """Begin or continue a run and kill it; return whether it finished first."""
         newest = self.find_newest(out)
         settings = RUN | dict(out_dir=out.relative_to(self.folder))
         output = out.with_suffix(".txt")
@@ -186,7 +186,7 @@ class KillSeries:
         if kind in ("SIGKILL", "SIGTERM", "one of several ranks"):
             self.strike(pids, kind, newest)
         killed = time.time()
-        statuses = [self.launcher.wait(pid) for pid in pids]  # the others notice by themselves
+        statuses = [self.launcher.wait(pid) for pid in pids]  # the other ranks notice on their own
         if statuses == [0] * world:
             return True
 
@@ -202,7 +202,7 @@ class KillSeries:
         return False
 
     def strike(self, pids, kind, newest):
-        """Wait for a random while, less if a part of the run is done; then kill."""
+        """Wait for a random time, shorter if a part of the run is done; then kill."""
         share_left = 1 - newest / STEPS / 2
         time.sleep(self.rng.random() * self.peace.seconds * share_left * 0.8)
         if kind == "one of several ranks":
@@ -222,7 +222,7 @@ class KillSeries:
         return max(steps, default=0)
 
     def check_finished(self, out):
-        """Compare a run that was killed with the one in peace."""
+        """Compare a run that was killed with the undisturbed one."""
         losses = read_losses(out)
         weights = read_weights(out)
         assert losses[-1]["done"]
@@ -239,7 +239,7 @@ class KillSeries:
 def finish_runs(folder, script, runs, at_once, say=None):
     """Run a script on two ranks again and again; return the outputs of those that failed.
 
-    The load: several jobs at once, and the process group's threads get what is left of a core.
+    They run under load: several jobs at once, and the process group's threads get only idle time.
     """
     tiny = dict(n_layer=1, n_embd=8, n_ff=8, batch_size=4, max_steps=2, eval_tokens=64)
     settings = tiny | dict(data_dir="data/tiny", eval_interval=0, save_interval=0)
@@ -250,7 +250,7 @@ def finish_runs(folder, script, runs, at_once, say=None):
         out = f"out/{script}{number}"
         if script == "train.py":
             arguments = flags(**settings, out_dir=out)
-        else:  # a folder of its own, so that no result is there already
+        else:  # a folder of its own, so that it holds no earlier result
             shutil.copytree(folder / "out/finished", folder / out)
             arguments = ["--ckpt", out, "--tasks", "heldout", "--modes", "ar", "--limit", "4"]
         job = subprocess.run(

@@ -38,7 +38,7 @@ def remove(path):
 
 
 def edit(path, function):
-    """Replace the bytes of a file by a function of them."""
+    """Replace the bytes of a file with a function of them."""
 
     def change(folder):
         (folder / path).write_bytes(function((folder / path).read_bytes()))
@@ -51,7 +51,7 @@ def truncate(path):
 
 
 def flip(path, where=0.5):
-    """Flip a bit of a file, at a share of its length."""
+    """Flip a bit of a file, at a fraction of its length."""
 
     def flip_bit(content):
         content = bytearray(content)
@@ -89,7 +89,7 @@ def swap_documents(content):
 
 
 def edit_checkpoint(function):
-    """Change what out/run/ckpt_6.pt holds; its checksums are right."""
+    """Change what out/run/ckpt_6.pt holds, and keep its checksums right."""
 
     def change(folder):
         path = folder / "out/run/ckpt_6.pt"
@@ -116,7 +116,7 @@ def weights_alone(content):
 
 
 def prepare_other(folder):
-    """Make a folder of other data, which has more ids."""
+    """Prepare a folder with different data, which has more ids."""
     (folder / "other.txt").write_text("\n".join(prose(200, seed=1)))
     flags = ["--input", "other.txt", "--out", "data/other", "--vocab_size", "400"]
     run("prepare.py", *flags, cwd=folder)
@@ -128,7 +128,7 @@ def unfinished(folder):
 
 
 def compress(folder):
-    """Make a checkpoint that is small, but could unpack to anything."""
+    """Make a checkpoint that is small, but could unpack to any size."""
     path = folder / "out/run/ckpt_6.pt"
     content = torch.load(path, weights_only=True)
     torch.save(content | {"model": {"x": torch.zeros(10**6)}}, path)
@@ -143,7 +143,7 @@ LOCKS = []  # held until the tests end
 
 
 def lock(folder):
-    """Hold the lock, as a process that trains there does."""
+    """Hold the lock, as a process does while it trains there."""
     LOCKS.append(open(folder / "out/run/.lock", "w"))
     fcntl.flock(LOCKS[-1], fcntl.LOCK_EX)
 
@@ -151,7 +151,7 @@ def lock(folder):
 # ---- the cases -----------------------------------------------------------------------------------
 class Case(NamedTuple):
     command: str  # what is run in the folder
-    says: str  # is in the one line
+    says: str  # a part of the one line
     changes: tuple  # to the folder
     fault: list | None = None
 
@@ -208,7 +208,7 @@ if not importlib.util.find_spec("wandb"):
 
 TINY = "data/tiny"
 DATA = {
-    "none": train("data/x is not a prepared folder, meta.json is missing", data_dir="data/x"),
+    "none": train("data/x is not a prepared folder (meta.json is missing)", data_dir="data/x"),
     "a text": train("make it with: python prepare.py", write("a.txt", b"a"), data_dir="a.txt"),
     "train.bin truncated": train(f"{TINY}/train.bin does not match", truncate(f"{TINY}/train.bin")),
     "train.bin flipped": train(f"{TINY}/train.bin does not match", flip(f"{TINY}/train.bin")),
@@ -242,7 +242,7 @@ DATA = {
 OLDER = "remove it to continue from out/run/ckpt_4.pt"
 EARLIER = "cannot be continued: another version wrote it, or it is an imported model"
 RUN_DIRECTORY = {
-    "taken": train("out/run holds a run already: continue it with --resume", out_dir="out/run"),
+    "taken": train("out/run already holds a run: continue it with --resume", out_dir="out/run"),
     "a file in the way": train("--out_dir takes a directory", write("out/new", b"mine")),
     "within a file": train("--out_dir takes a directory", out_dir="data/tiny/train.bin/run"),
     "in use": resume("another process is training in out/run", lock),
@@ -277,7 +277,7 @@ RUN_DIRECTORY = {
     "of an earlier version": resume(
         EARLIER, edit_checkpoint(lambda content: content.update(format=2))
     ),
-    "nothing to start from": train("no file or directory out/none", init_from="out/none"),
+    "nothing to start from": train("no such file or directory: out/none", init_from="out/none"),
     "a text to start from": train("is damaged", write("a.txt", b"a"), init_from="a.txt"),
 }
 
@@ -339,7 +339,7 @@ PREPARE = {
 EVAL = {
     "no checkpoint named": script("eval.py", "--ckpt"),
     "no such checkpoint": script(
-        "eval.py --ckpt out/none --tasks heldout", "no file or directory out/none"
+        "eval.py --ckpt out/none --tasks heldout", "no such file or directory: out/none"
     ),
     "no checkpoint there": script("eval.py --ckpt data --tasks heldout", "no checkpoint in data"),
     "no room for results": script("eval.py --ckpt out/run --json out/run", "cannot write out/run"),
@@ -360,7 +360,7 @@ EVAL = {
 }
 
 SAMPLE = {
-    "no checkpoint": script("sample.py --prompt a", "no file or directory out/demo"),
+    "no checkpoint": script("sample.py --prompt a", "no such file or directory: out/demo"),
     "too long": script("sample.py --ckpt out/run --mode diffusion --length 99", "window of 32"),
     "no gap": script("sample.py --ckpt out/run --mode infill --prompt a", "nothing to fill in"),
     "not a share": script("sample.py --ckpt out/run --prompt a --top_p 2", "--top_p"),
@@ -381,7 +381,7 @@ SAMPLE = {
 
 EXPORT = {
     "nothing named": script("export.py --out hf", "one of the arguments --ckpt --from_llama"),
-    "already there": script("export.py --ckpt out/run --out data", "data exists already"),
+    "already there": script("export.py --ckpt out/run --out data", "data already exists"),
     "not a model": script(
         "export.py --from_official a.bin --out hf",
         "a.bin holds no weights",
@@ -433,7 +433,7 @@ class Result(NamedTuple):
 
 
 def read_files(folder):
-    """Return {path: content} of all files but the lock's, which says who worked there last."""
+    """Return {path: content} of all files but the lock."""
     files = {}
     for path in folder.rglob("*"):
         if path.is_file() and path.name != ".lock":
@@ -490,7 +490,7 @@ EVALUATE = ["--ckpt", "out/run", "--tasks", "heldout", "--modes", "ar", "--limit
 
 
 def test_an_evaluation_that_cannot_be_resumed_is_finished(launcher, finished, tmp_path):
-    """The folder of the checkpoint is full, or belongs to others."""
+    """The folder of the checkpoint is full, or belongs to someone else."""
     output = tmp_path / "output.txt"
     pid = launcher.start("eval.py", EVALUATE, finished, output, ["full_disk", 600])
     assert launcher.wait(pid) == 0, output.read_text()
@@ -528,7 +528,7 @@ def test_ranks_that_fail_together_print_one_line(finished):
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 def test_a_checkpoint_with_any_byte_changed_is_refused_or_the_same(finished, tmp_path):
-    """Headers, checksums, tensors: whichever byte is hit, no other weight is read."""
+    """Headers, checksums, tensors: whichever byte is hit, no wrong weight is read."""
     sound = load_checkpoint(str(finished / "out/run"))["model"]
     content = bytearray((finished / "out/run/ckpt_6.pt").read_bytes())
     path = tmp_path / "ckpt.pt"
@@ -549,7 +549,7 @@ def test_a_checkpoint_with_any_byte_changed_is_refused_or_the_same(finished, tmp
 def test_a_checkpoint_that_a_running_job_replaces_is_not_called_damaged(
     finished, tmp_path, monkeypatch
 ):
-    """It is gone when it is to be read, but a newer one is there."""
+    """It is gone by the time it is read, but there is a newer one."""
     shutil.copytree(finished / "out/run", tmp_path / "run")
     load = torch.load
 

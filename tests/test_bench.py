@@ -1,4 +1,4 @@
-"""The bench: its arithmetic, and that the things it compares compute the same."""
+"""The benchmark: its arithmetic is right, and the things it compares compute the same."""
 
 import functools
 import itertools
@@ -30,8 +30,8 @@ def test_the_cost_is_that_of_the_papers_model(tmp_path):
         paper = Transformer(check(Settings()))
     matrices = sum(p.numel() for p in paper.blocks.parameters() if p.ndim == 2)
     total = sum(p.numel() for p in paper.parameters())
-    # A matrix product costs 2 for each weight and token, its backward pass 4. So do QK and AV, over
-    # 2,048 keys or half of them.
+    # A matrix product costs 2 FLOPs for each weight and token, and 4 more in the backward pass. So
+    # do QK and AV, over 2,048 keys or half of them.
     products = 6 * (matrices + paper.head.weight.numel())
     expected = {
         "weights, as of gradients: GB on each of 8 devices": 4 * total / 1e9,
@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line(flags, message, monkeypatch):
 
 
 # ---- times ---------------------------------------------------------------------------------------
-# What each function takes by our clock, and the values that follow; those of muon's ranks are real.
+# Each function's time by our clock, and the values that follow; those of muon's ranks are real.
 TIMES = dict(ours=2, llama=3, theirs=3, plain=3, textbook=3, products=1, md=4, dual=6, adamw=5)
 TIMES |= dict(epoch=0.5, slot=0.16, step=1, long=4, uncached=1, ar=2, plain_ar=3, pll=2)
 TIMES |= dict(plain_pll=3)
@@ -77,7 +77,7 @@ PEAKS = {bench.our_head: 1, bench.plain_head: 8, bench.start_epoch: 50}
 
 
 def one_by_one(rounds, **functions):
-    """Call every function, and say that it took what the table says."""
+    """Call every function, and return the times in TIMES."""
     for function in functions.values():
         function()
     return SimpleNamespace(**{name: TIMES[name] for name in functions})
@@ -85,7 +85,7 @@ def one_by_one(rounds, **functions):
 
 @pytest.fixture
 def tiny_bench(monkeypatch, corpus, tmp_path):
-    """The bench on a tiny model, a tiny corpus and tiny tasks, with a clock of our own."""
+    """The benchmark on a tiny model, a tiny corpus and tiny tasks, with a clock of our own."""
     small = dict(seq_len=512, batch_size=16, micro_batch_size=8, max_steps=1, decay=0.0)
     tokenizer = tokenizers.Tokenizer.from_file(str(corpus / "data/tiny/tokenizer.json"))
     write_tasks(tmp_path / "data/tasks", n=8)
@@ -106,7 +106,7 @@ def tiny_bench(monkeypatch, corpus, tmp_path):
 
 @pytest.mark.parametrize("part", VALUES)
 def test_every_part_measures_what_it_says(part, tiny_bench):
-    """Every function can be called, every ratio is the right way round."""
+    """Every function can be called, and no ratio is upside down."""
     rows = list(bench.PARTS[part](SimpleNamespace(rounds=1)))
     assert len(rows) == len(VALUES[part])
     for row, expected in zip(rows, VALUES[part]):

@@ -1,5 +1,5 @@
 """
-The paper's left-shift closure, executed: predicting a token at its left neighbour loses nothing.
+The paper's left-shift closure, executed: predicting a token at its left neighbor loses nothing.
 
 For a bidirectional transformer f that predicts token i at i, the appendix builds a g that predicts
 it at i - 1. It first computes f, then shifts: an attention head whose query i selects the key
@@ -69,7 +69,7 @@ def shift_left(f, s):
         block.q.weight[rows, constant] = query.double() * 100
         block.k.weight[rows, constant] = key.double()
     block.v.weight[state, state] = identity
-    # The shifted state, in turn, is to outweigh the constant in the last norm.
+    # The shifted state, in turn, must outweigh the constant in the last norm.
     block.o.weight[copy, state] = identity * large**3
 
     g.norm.weight[copy] = f.norm.weight * gain
@@ -88,9 +88,9 @@ def probabilities(model, tokens):
 def test_left_shift_closure():
     """g(x) at i equals f(x) at i + 1, for random weights and random masked inputs.
 
-    This shows the construction to five digits in fp64: that attention selects one key, and that
-    one part of a state outweighs another, are limits, for which large weights stand. It does not
-    show that training finds such weights, nor that g must be wider and deeper than f.
+    This confirms the construction to five digits in fp64: attention selects one key, and one part
+    of a state outweighs another, only in the limit, which large weights approach. It does not show
+    that training finds such weights, nor that g must be wider and deeper than f.
     """
     s = tiny_settings(n_layer=3)
     f = random_model(s).double()

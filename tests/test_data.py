@@ -90,7 +90,7 @@ def test_fewer_repetitions_extend_the_unique_subset():
 
 
 def test_at_least_one_window_is_unique():
-    """However many repetitions are asked for: the run reads it again and again."""
+    """However many repetitions are asked for, the run reads it again and again."""
     stream = make_stream(repetitions=10**9)
     assert stream.W == 1
     assert sorted(stream.window(0)) == sorted(stream.window(47))
@@ -105,7 +105,7 @@ def test_too_small_a_corpus_says_what_would_fit():
 @pytest.mark.parametrize("n_tokens", [33, 900, 1000, 10007, 99999])
 @pytest.mark.parametrize("max_steps, repetitions", [(6, 0.0), (0, 1.0), (0, 2.4), (0, 0.5)])
 def test_all_of_the_text_is_read_where_a_setting_is_0(n_tokens, max_steps, repetitions):
-    """Of any text, and no window twice before all others were read once."""
+    """This holds for any text, and no window is read twice before all others are read once."""
     s = tiny_settings(max_steps=max_steps, repetitions=repetitions, vocab_size=0)
     fill_in(s, n_ids=300, n_tokens=n_tokens)
     tokens = np.full(n_tokens, 20, np.uint16)
@@ -125,7 +125,7 @@ def test_all_of_the_text_is_read_where_a_setting_is_0(n_tokens, max_steps, repet
 
 @pytest.mark.parametrize("max_steps", [0, 6])
 def test_less_than_one_repetition_reads_a_part_of_the_text_once(max_steps):
-    """It needs no more text than it reads, and what start-up says of it is true."""
+    """It needs no more text than it reads, and reports the repetitions correctly."""
     corpus = traceable_corpus(100)
     n_tokens = len(corpus.train.tokens)
     s = tiny_settings(max_steps=max_steps, repetitions=0.01, vocab_size=65535)
@@ -135,7 +135,7 @@ def test_less_than_one_repetition_reads_a_part_of_the_text_once(max_steps):
 
 
 def test_validation_scores_the_same_targets_in_both_modes():
-    """Each maskable target counts once in AR; in MD the weights of a sequence sum to as much."""
+    """Each maskable target counts once in AR; in MD the weights sum to the same number."""
     corpus = traceable_corpus(100)
     s = tiny_settings(vocab_size=65535, eval_tokens=31 * 32, micro_batch_size=2)
     n = 0
@@ -183,7 +183,7 @@ def test_segments_number_the_documents_of_a_window():
 
 
 def test_bytes_per_token_are_those_of_the_text(corpus):
-    """The bytes of the validated tokens, counted piece by piece by another way of decoding."""
+    """The bytes of the validated tokens, counted token by token with another way of decoding."""
     opened = data.open_corpus(corpus / "data/tiny")
     s = tiny_settings()
     vocabulary = json.loads(opened.tokenizer_json)["model"]["vocab"]
@@ -223,7 +223,7 @@ def test_large_vocabularies_need_four_bytes():
 
 
 def test_a_million_documents_take_little_time():
-    """An epoch starts within a second, a batch of 2,048-token windows takes milliseconds of CPU."""
+    """An epoch starts within a second; a batch of 2,048-token windows takes milliseconds of CPU."""
     lengths = np.random.default_rng(0).integers(50, 1000, 10**6)
     starts = np.append(0, np.cumsum(lengths)).astype(np.uint64)
     tokens = np.broadcast_to(np.uint16(20), starts[-1])

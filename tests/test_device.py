@@ -1,4 +1,4 @@
-"""The choice of a device and of its type; one line for what a GPU cannot do or has no room for."""
+"""The choice of a device and a dtype; one line for what a GPU cannot do or has no memory for."""
 
 import os
 import runpy
@@ -13,9 +13,9 @@ from device import choose_device
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Pretend that this machine has GPUs; return a function that says how many, and of what kind.
+    """Pretend that this machine has GPUs; return a function that sets how many, and of what kind.
 
-    It returns the list of calls that choose_device makes to set them up.
+    That function returns the list of calls that choose_device makes to set them up.
     """
 
     def pretend(count, has_bf16):
@@ -47,7 +47,7 @@ def gpus(monkeypatch):
     ],
 )
 def test_bf16_is_used_where_the_hardware_has_it(gpus, capsys, has_bf16, asked, dtype, said):
-    """Emulated bf16 does not count. What was not asked for is said, in one line."""
+    """Emulated bf16 does not count. If `auto` falls back to float32, one line says so."""
     gpus(1, has_bf16)
     assert choose_device("auto", asked) == ("cuda", dtype)
     assert capsys.readouterr().out == said
@@ -121,7 +121,7 @@ def test_heads_that_are_too_narrow_for_a_gpu_are_one_line(
 def test_what_does_not_fit_a_gpu_is_one_line_that_names_the_setting(
     tmp_path, error, message, setting
 ):
-    """The first is torch's error, the second Inductor's, for heads of 256 on a consumer's GPU."""
+    """The first is torch's error, the second Inductor's, for heads 256 wide on a consumer GPU."""
     script = tmp_path / "script.py"
     lines = [
         "import sys",

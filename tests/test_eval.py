@@ -1,4 +1,4 @@
-"""eval.py: every mode against a scorer without its economies; then judging, and the script."""
+"""eval.py: every mode against a scorer without its shortcuts; then judging, and the script."""
 
 import itertools
 import json
@@ -132,7 +132,7 @@ def plain_causal(model, item, bidirectional_context):
 
 
 def plain_masked(model, item, masked):
-    """Return log p of every token of the completion, some of them masked."""
+    """Return log p of every token of the completion, given that some are masked."""
     c, w = item
     T = len(c + w)
     tokens = list(c + w)
@@ -235,7 +235,7 @@ def test_pll_with_as_many_masks_as_tokens_is_chain(model, items):
 
 
 def test_chain_and_ar_are_likelihoods_but_pll_is_not():
-    """Over all completions of a length the probabilities sum to 1."""
+    """Over all completions of one length, the probabilities sum to 1."""
     model = random_model(tiny_settings(vocab_size=20)).eval()
     every_pair = [Item((BOS, 17, 18), w) for w in itertools.product(range(20), repeat=2)]
     values = score(model, every_pair, ["ar", "prefix", "pll", "chain"], mask_counts=(1,))
@@ -293,7 +293,7 @@ def test_completions_of_a_context_share_its_row():
 
 
 def test_equal_rows_are_computed_once(model, batches):
-    """pll1 and pll6 share the row of the last token; completions of a length share all masks."""
+    """pll1 and pll6 share the row of the last token; completions of one length share all masks."""
     items = [Item((BOS, 20), w) for w in [(30, 31, 32), (40, 41, 42)]]
     score(model, items, ["pll"])
     three_of_pll1, all_masks, two_masks = 2 * 3, 1, 2 * 1
@@ -366,7 +366,7 @@ def test_a_completion_is_never_cut(trained):
 
 
 def test_a_token_across_the_border_is_refused(trained):
-    """A tokenizer without any splitting, which has learnt ': s' as one token."""
+    """A tokenizer without any splitting, which has learned ': s' as one token."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     texts = ["Answer: sun", "r: s", ": s"] * 9 + ["Answer: rain"]
     bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=40))
@@ -454,7 +454,7 @@ def test_an_imported_model_without_held_out_text_is_sent_to_the_tasks(trained, t
 
 
 def test_heldout_refuses_data_of_another_tokenizer(trained):
-    """An imported checkpoint does not say what it was trained on, but its tokens mean something."""
+    """An imported checkpoint does not say what it was trained on, but it has its own tokenizer."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
     other = trained._replace(checkpoint={"tokenizer": tokenizer.to_str()})
     with pytest.raises(SystemExit, match="another tokenizer"):
@@ -564,7 +564,7 @@ def test_nothing_is_printed_where_there_is_no_standard_error(
 
 
 def test_differences_to_ar_are_paired():
-    """Both modes vary a lot from question to question, their difference hardly."""
+    """Both modes vary a lot from question to question; their difference hardly varies."""
     rng = default_rng(0)
     questions = [make_question(["a", "b"], number=number) for number in range(50)]
     log_p = {"ar": {}, "prefix": {}}
@@ -810,7 +810,7 @@ def test_the_smallest_windows_and_an_odd_vocabulary_can_be_evaluated(
 # ---- resuming ------------------------------------------------------------------------------------
 @pytest.fixture
 def forward_passes(monkeypatch):
-    """Count forward passes; passes["allowed"] more of them end the process as Ctrl-C does."""
+    """Count forward passes; after passes["allowed"] of them, end the process as Ctrl-C does."""
     passes = Counter(allowed=10**6)
     hidden = model_file.Transformer.hidden
 
@@ -827,7 +827,7 @@ def forward_passes(monkeypatch):
 def test_an_interrupted_evaluation_resumes(
     checkpoint, task_files, tmp_path, monkeypatch, forward_passes
 ):
-    """What is finished is not computed again, and the report is that of the whole."""
+    """What is finished is not computed again, and the report is that of an uninterrupted run."""
     flags = ["--ckpt", checkpoint, "--data", task_files, "--tasks", "piqa,arc_easy", "--limit", 3]
     flags += ["--json", tmp_path / "j"]
     evaluate(monkeypatch, *flags)
@@ -886,7 +886,7 @@ def test_damaged_scores_are_computed_again(name, checkpoint, monkeypatch, capsys
 
 @pytest.mark.parametrize("name", ["eval.py", "tasks.py", "model.py", "data.py", "checkpoint.py"])
 def test_saved_scores_of_other_code_are_not_used(name, trained, checkpoint, tmp_path, monkeypatch):
-    """A change of any module that takes part, and of the checkpoint."""
+    """They depend on every module that takes part, and on the checkpoint."""
     for file in Path(ROOT).glob("*.py"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(ev, "__file__", str(tmp_path / "eval.py"))

@@ -34,7 +34,7 @@ def logits_of(model, tokens, prefix=0):
 # ---- to transformers -----------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A checkpoint, and the folder that export.py makes of it."""
+    """A checkpoint, and the folder that export.py makes from it."""
     folder = tmp_path_factory.mktemp("export")
     ckpt = save_checkpoint(folder, **SIZES)
     run("export.py", "--ckpt", ckpt, "--out", "a/hf", cwd=folder)
@@ -79,7 +79,7 @@ PIECES += ["\x00", "<mask", "<"]
     text=strategies.text() | strategies.lists(strategies.sampled_from(PIECES)).map("".join),
 )
 def test_transformers_finds_the_same_tokens_in_any_text(trained, auto, text):
-    """<s> is put before it. A special token in it is one; in our own scripts it is text."""
+    """<s> is put before it. A special token in it counts as one; in our own scripts it is text."""
     ours, theirs = trained.tokenizer, auto[1]
     ours.encode_special_tokens = False
     ids = ours.encode(text, add_special_tokens=False).ids
@@ -171,8 +171,8 @@ def test_weights_can_be_bfloat16(exported, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--ckpt", "run", "--out", "run"], "error: run exists already"),
-        (["--ckpt", "absent", "--out", "x"], "error: no file or directory absent"),
+        (["--ckpt", "run", "--out", "run"], "error: run already exists"),
+        (["--ckpt", "absent", "--out", "x"], "error: no such file or directory: absent"),
         (["--from_llama", "absent", "--out", "x"], "no config.json in absent"),
         (["--from_llama", "weightless", "--out", "x"], "no model.safetensors in weightless"),
         (["--ckpt", "run"], "required"),
@@ -328,7 +328,7 @@ def test_an_exported_model_can_be_imported_unchanged(exported, tmp_path):
 
 @torch.no_grad()
 def ar_loss_of(llama, corpus, s):
-    """Return what transformers says about the held-out tokens, with one logit more for <mask>."""
+    """Return transformers' loss on the held-out tokens, with one more logit, for <mask>."""
     total = n_targets = 0
     for batch, _ in val_batches(corpus, s):
         positions = torch.arange(s.seq_len).expand_as(batch.inputs)
@@ -433,7 +433,7 @@ def official_state(s, seed=0):
 
 
 def official_logits(w, tokens, s, causal):
-    """Compute their model, written down from its description: one sequence, double precision."""
+    """Compute their model, written from its description: one sequence, double precision."""
     w = {name: weight.double() for name, weight in w.items()}
     T, H, K = len(tokens), s.n_head, s.n_embd // s.n_head
 
@@ -513,9 +513,9 @@ def test_a_released_model_keeps_its_logits(small, tmp_path, kind, prefix):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.encode("ba").ids == theirs.encode("ba").ids
-    assert tokenizer.encode("ba").ids != tiny_tokenizer().encode("ba").ids  # it is used as it is
+    assert tokenizer.encode("ba").ids != tiny_tokenizer().encode("ba").ids  # it is used unchanged
 
-    # It samples, and it does not become a Llama.
+    # It can generate text, but it cannot be exported as a Llama.
     assert generate(extend, model, [[BOS, 20]], length=5)[-1].shape == (1, 7)
     message = call(export, "--ckpt", tmp_path / "official", "--out", tmp_path / "hf")
     assert "not a Llama's" in message
@@ -539,7 +539,7 @@ Q = "encoder.layers.2.attention.qkv_proj.weights.0"
         ({"classifier.pre_norm.weight": torch.ones(1, 64)}, "norm.weight"),
         ({"model." + Q: torch.ones(64, 64)}, f"{Q} twice"),
         ({"step": 3}, "cannot turn"),
-        ({"x": Bomb()}, "holds no weights, or not only weights"),
+        ({"x": Bomb()}, "holds no weights, or more than weights"),
     ],
 )
 def test_another_state_dict_is_refused_in_one_line(

@@ -35,7 +35,7 @@ def folder(corpus, tmp_path_factory):
 
 
 def errors_in(output):
-    """Return the lines of errors in a file of output, which has no traceback."""
+    """Return the error lines in a file of output, which must have no traceback."""
     text = output.read_text()
     assert "Traceback" not in text, text
     return re.findall("^error: .*", text, re.MULTILINE)
@@ -59,7 +59,7 @@ def peace(launcher, folder):
 
 
 def test_kills_change_no_bit(launcher, folder, peace):
-    """At random moments and within checkpoints: the same weights and log as a run in peace."""
+    """At random moments and within checkpoints: the same weights and log as an undisturbed run."""
     series = KillSeries(launcher, folder, peace, seed=5).kill(3)
     assert series.kills.total() == 3
     assert series.difference == 0
@@ -97,7 +97,7 @@ KILL_POINTS = {
 
 @pytest.mark.parametrize("point", KILL_POINTS)
 def test_a_kill_within_a_checkpoint_loses_nothing(launcher, folder, uncut, point):
-    """What is there then is whole, and the continued run leaves what an undisturbed one leaves."""
+    """What is left is intact, and the continued run leaves what an undisturbed one leaves."""
     out = folder / f"out/cut {point}"
     output = folder / "cut.txt"
     job = "train.py", flags(**CUT, out_dir=out, resume=True), folder, output
@@ -116,7 +116,7 @@ def test_a_kill_within_a_checkpoint_loses_nothing(launcher, folder, uncut, point
 
 
 def test_only_older_checkpoints_are_removed_and_no_file_of_ones_own(tmp_path):
-    """Not what stays, nor later ones, nor names that train.py does not give."""
+    """Checkpoints in `stay`, later ones, and files with names that train.py never gives stay."""
     stay = ["ckpt_2.pt", "ckpt_8.pt", "ckpt.pt", "log.jsonl"]
     own = ["ckpt_0004.pt", "ckpt_best.pt", "ckpt_4b.pt", "ckpt_\u0664.pt"]
     for name in [*stay, *own, "ckpt_4.pt", "ckpt_5.pt"]:
@@ -127,7 +127,7 @@ def test_only_older_checkpoints_are_removed_and_no_file_of_ones_own(tmp_path):
 
 # ---- signals -------------------------------------------------------------------------------------
 def interrupt_step_2(launcher, folder, name):
-    """Start a run, and press Ctrl-C in its third step, which goes on once the file `name` exists.
+    """Start a run, and press Ctrl-C in its third step, which ends once the file `name` exists.
 
     Return the process, its output and the run's directory.
     """
@@ -142,7 +142,7 @@ def interrupt_step_2(launcher, folder, name):
 
 
 def test_ctrl_c_finishes_the_step_and_saves(launcher, folder):
-    """It is answered within the step."""
+    """It is acknowledged within the step."""
     pid, output, out = interrupt_step_2(launcher, folder, "once")
     (folder / "once").touch()
     assert launcher.wait(pid) == 128 + signal.SIGINT
@@ -178,7 +178,7 @@ def test_a_bad_gradient_on_one_rank_stops_all_before_the_update(launcher, folder
     os.kill(pids[1], signal.SIGTERM)
     first, second = [launcher.wait(pid) for pid in pids]
     assert first == 1
-    assert second in (-signal.SIGTERM, 1)  # on a busy machine it may have spoken already
+    assert second in (-signal.SIGTERM, 1)  # on a busy machine it may already have printed
     (error,) = set(errors_in(output))
     assert "not finite at step 3, so nothing was updated" in error
     assert newest(folder / settings["out_dir"])["step"] == 3
@@ -188,7 +188,7 @@ def test_a_bad_gradient_on_one_rank_stops_all_before_the_update(launcher, folder
 
 
 def test_a_problem_of_one_rank_alone_is_told_after_a_while(monkeypatch):
-    """torchrun can end a rank that does not speak for all: it waits, and any signal ends it."""
+    """Every rank but the first waits before it prints, so that torchrun's SIGTERM can end it."""
     waits = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("time.sleep", waits.append)
@@ -223,7 +223,7 @@ def lose_rank(folder, name, rank, *torchrun_flags, **changes):
 
 
 def test_without_restarts_a_lost_rank_ends_the_job(folder):
-    """The last checkpoint is sound and nobody is left behind."""
+    """The last checkpoint is intact and no process is left behind."""
     output = lose_rank(folder, "lost", 1, "--nproc_per_node=2")
     assert "ChildFailedError" in output and "done" not in output
     assert newest(folder / "out/lost")["step"] == 5
@@ -242,7 +242,7 @@ def test_a_restarted_job_continues_its_run_and_leaves_no_thread(folder):
 def test_a_restarted_job_without_resume_is_refused_and_loses_nothing(folder):
     """On a restart too, a directory that holds a run is continued only with --resume."""
     output = lose_rank(folder, "unasked", 0, "--max-restarts=1")
-    assert output.count("error: out/unasked holds a run already") == 1, output
+    assert output.count("error: out/unasked already holds a run") == 1, output
     assert "continuing" not in output
     assert newest(folder / "out/unasked")["step"] == 5
 
@@ -258,7 +258,7 @@ def test_groups_within_and_across_hosts_leave_no_thread(launcher, folder):
 
 
 def test_a_restarted_job_waits_for_the_lock(launcher, folder):
-    """The process before it may still be there for a while. One restarted host is enough."""
+    """The previous process may hold it for a while. One restarted host is enough."""
     out = folder / "out/busy"
     out.mkdir(parents=True)
     output = folder / "busy.txt"
@@ -274,7 +274,7 @@ def test_a_restarted_job_waits_for_the_lock(launcher, folder):
 # ---- disks ---------------------------------------------------------------------------------------
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, mount")
 def test_a_full_or_read_only_disk_is_one_line_and_harms_nothing(launcher, folder):
-    """A file system of 1 MB, where two checkpoints fit, then one that is read-only."""
+    """A file system of 1 MB, which holds two checkpoints, is then made read-only."""
     disk = folder / "disk"
     settings = dict(data_dir="data/tiny", out_dir="disk/run", save_interval=1, eval_interval=0)
     disk.mkdir()
@@ -327,7 +327,7 @@ def do_everything(launcher, folder, name):
 
 
 def test_the_same_seed_gives_the_same_bits(launcher, folder, corpus):
-    """Files, losses, scores, texts and weights of two runs of everything."""
+    """Files, losses, scores, texts and weights are the same in two runs of everything."""
     shutil.copy(corpus / "text.jsonl", folder / "text.jsonl")
     assert do_everything(launcher, folder, "one") == do_everything(launcher, folder, "again")
     one = newest(folder / "out/one")

@@ -150,7 +150,7 @@ def test_the_papers_model_has_its_size():
 
 
 def test_initialization_follows_the_papers_rule():
-    """Deviations, cut at two sigma (which leaves 0.88 of them); what leaves a block is 0."""
+    """Normal, cut at two sigma (which leaves a deviation of 0.88 sigma); output matrices are 0."""
     s = tiny_settings(n_embd=256, n_ff=512, vocab_size=2000, n_layer=3)
     torch.manual_seed(0)
     model = Transformer(s)
@@ -176,7 +176,7 @@ def test_initialization_follows_the_papers_rule():
 
 
 def test_logits_equal_transformers_llama():
-    """Being a plain Llama is literally true: LlamaForCausalLM with these weights agrees."""
+    """It is literally a plain Llama: LlamaForCausalLM with these weights agrees."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     s = tiny_settings(n_layer=3, n_head=4, n_embd=64, n_ff=100, rope_theta=160000.0)
@@ -236,7 +236,7 @@ def test_bf16_arithmetic_of_cuda_stays_close_to_fp32():
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.bfloat16, 0.01)])
 def test_zeros_that_fill_up_the_swiglu_change_nothing(dtype, tolerance):
-    """Gradients where a cast fills n_ff = 48 up to 64, against those without the zeros."""
+    """Gradients where a cast pads n_ff = 48 to 64, against those without the zeros."""
     filled, plain = random_model(tiny_settings()), random_model(tiny_settings())
     for block in plain.blocks:
         for layer in (block.gate, block.up, block.down):
@@ -275,7 +275,7 @@ def test_packed_matrices_give_the_same_states_and_predictions(settings):
 
 
 def test_one_graph_serves_all_blocks_and_both_objectives():
-    """Compiled block by block there is one graph without breaks, and no recompilation later."""
+    """Compiled block by block, there is one graph without breaks, and no recompilation later."""
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()

@@ -33,7 +33,7 @@ SENTENCES = ["Da mor bedi lo.", "ba", "Gol nem ba do tir, das lo ba do mor 3's",
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """Let transformers copy modeling_dual.py elsewhere than into one's home."""
+    """Make transformers copy modeling_dual.py to a temporary folder, not the home directory."""
     name = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
     with mock.patch(name, str(tmp_path_factory.mktemp("modules"))):
         yield
@@ -41,7 +41,7 @@ def modules(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A checkpoint, and the folder that export.py makes of it."""
+    """A checkpoint, and the folder that export.py makes from it."""
     folder = tmp_path_factory.mktemp("modeling")
     ckpt = save_checkpoint(folder, n_layer=3, n_head=4, n_embd=64, n_ff=100, seq_len=64)
     call(export, "--ckpt", ckpt, "--out", folder / "hf")
@@ -71,7 +71,7 @@ def scores_of(ckpt, items):
 
 
 def sentence_items(tokenizer):
-    """Return (<s>, the rest) of every sentence, and of one with a longer context."""
+    """Return (<s>, the rest) of every sentence, and one item with a longer context."""
     items = []
     for sentence in SENTENCES:
         ids = tokenizer(sentence).input_ids
@@ -80,7 +80,7 @@ def sentence_items(tokenizer):
 
 
 def pad(rows, side):
-    """Return rows of several lengths, and which of their tokens are not padding."""
+    """Pad rows of several lengths; return them, and which of their tokens are not padding."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), PAD)
     real = torch.zeros_like(ids)
@@ -168,7 +168,7 @@ def test_a_token_that_sees_nothing_is_not_a_nan(folders, attention):
 
 # ---- generation, loss ----------------------------------------------------------------------------
 def test_generate_reads_the_prompt_in_both_directions(folders, masked, tokenizer):
-    """It gives what sample.py gives in mode prefix, also in a batch."""
+    """It gives what sample.py gives in prefix mode, in a batch too."""
     ours = load_model(folders[0]).model
     batch = tokenizer(SENTENCES, return_tensors="pt", padding=True)
     together = masked.generate(**batch, max_new_tokens=12, do_sample=False)
@@ -188,7 +188,7 @@ def test_generate_reads_the_prompt_in_both_directions(folders, masked, tokenizer
 
 
 def test_the_mask_covers_what_is_in_the_cache(masked):
-    """Some kernels of GPUs would not broadcast it."""
+    """Some GPU kernels would not broadcast it."""
     sizes = []
     forward = LlamaModel.forward
 
@@ -248,7 +248,7 @@ def test_no_weight_is_missing_but_a_new_head(folders, auto, caplog):
 @torch.no_grad()
 @pytest.mark.parametrize("auto", AUTO)
 def test_what_is_saved_can_be_loaded_again_in_every_way(folders, tmp_path, auto):
-    """save_pretrained() takes modeling_dual.py with it, and all of auto_map stays."""
+    """save_pretrained() copies modeling_dual.py too, and keeps all of auto_map."""
     model = load(auto, folders[1])
     model.save_pretrained(tmp_path / "saved")
     again = load(auto, tmp_path / "saved")
@@ -304,7 +304,7 @@ def test_a_sequence_classifier_learns_a_toy_task(folders, tokenizer, side):
 
 @pytest.mark.parametrize("trust", [True, False])
 def test_the_first_token_of_an_encoder_has_seen_the_text(folders, tokenizer, trust):
-    """The BabyLM challenge fine-tunes what the first token has seen: in a causal model, nothing."""
+    """BabyLM fine-tunes the state of the first token, which in a causal model has seen nothing."""
     model = AutoModel.from_pretrained(folders[1], trust_remote_code=trust)
     head = torch.nn.Linear(64, 2)
 
@@ -320,7 +320,7 @@ def test_the_first_token_of_an_encoder_has_seen_the_text(folders, tokenizer, tru
 def challenge_scores(folder, backend):
     """Return the log-likelihoods of all sentences, as its causal and mntp backends compute them.
 
-    Of each sentence, the tokens that end behind its first character are predicted: all but <s>.
+    In each sentence, the tokens that end after position 0 are predicted: all but <s>.
     """
     auto = AutoModelForCausalLM if backend == "causal" else AutoModelForMaskedLM
     model = load(auto, folder)
@@ -356,7 +356,7 @@ def test_the_challenge_scores_as_eval_does(folders, tokenizer, backend, mode):
 
 @torch.no_grad()
 def test_the_challenge_predicts_a_word_before_masks(folders, masked, tokenizer):
-    """Its reading task writes <mask> behind a text: those are masks, and the row before counts."""
+    """Its reading task puts <mask> after a text: these are masks; the row before them counts."""
     inputs = tokenizer("Da mor" + 3 * tokenizer.mask_token, return_tensors="pt")
     assert inputs.input_ids[0, -3:].tolist() == [MASK] * 3
     p = masked(**inputs).logits[0, -4].log_softmax(-1)

@@ -14,7 +14,7 @@ SHAPES = [(32, 32), (48, 32), (32, 48), (16, 100), (100, 16), (600, 512), (512, 
 
 
 def textbook(G):
-    """The published iteration, one matrix, in fp64."""
+    """The published iteration, for one matrix, in fp64."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.double().T if G.size(0) > G.size(1) else G.double()
     X = X / X.norm().clamp(min=1e-7)
@@ -69,7 +69,7 @@ def set_gradients(parameters, gradients):
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 def test_agrees_with_torch_in_bf16():
-    """torch.optim.Muon orthogonalises in bf16, as we do on CUDA; match_rms_adamw is our scale.
+    """torch.optim.Muon orthogonalizes in bf16, as we do on CUDA; match_rms_adamw is our scale.
 
     Tiny matrices only: bf16 is slow on a CPU.
     """
@@ -87,7 +87,7 @@ def test_agrees_with_torch_in_bf16():
             p.grad = gradient.clone()
         a.step()
         b.step()
-    # torch's momentum is an average, ours a sum: a factor that orthogonalisation removes.
+    # torch's momentum is an average, ours a sum: a factor that orthogonalization removes.
     for p, q in zip(ours, theirs):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-3)
 
@@ -133,15 +133,15 @@ def test_a_replaced_gradient_is_noticed():
 
 
 # ---- over ranks ----------------------------------------------------------------------------------
-# 5 and 6 matrices are no multiple of 4 ranks; of the last shape there are fewer than ranks.
+# 5 and 6 matrices do not split evenly over 4 ranks; the last shape has fewer matrices than ranks.
 SHARED_SHAPES = [(16, 16)] * 5 + [(24, 16)] * 6 + [(16, 40)]
 N_SLOTS = 4
 
 
 def train_by_slots(rank, world):
-    """Take three steps, the gradients of four slots shared between the ranks; return the end.
+    """Take three steps, the gradients of four slots shared between the ranks; return the result.
 
-    After each step the momentum goes through what a checkpoint holds.
+    After each step the momentum is gathered and loaded, as through a checkpoint.
     """
     matrices = params(shapes=SHARED_SHAPES)
     muon = Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1)

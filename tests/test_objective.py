@@ -28,7 +28,7 @@ DOCUMENT = np.array([BOS, 20, 33, 21, 47, BOS])  # four tokens, and the <s> that
 
 
 class Fixed:
-    """Stands in for a random generator: gives the permutation it is told."""
+    """Stands in for a random generator: returns the permutation it is given."""
 
     def __init__(self, order):
         self.order = order
@@ -164,7 +164,7 @@ def test_a_window_without_maskable_tokens_has_no_md_loss():
 
 
 def shares_masked(batch):
-    """Return, for each sequence, about the u that it was given."""
+    """Return, for each sequence, approximately the u that it was given."""
     maskable = (batch.targets[:, :-1] >= N_SPECIAL).sum(1)
     return ((batch.inputs == MASK).sum(1) - 0.5) / maskable
 
@@ -183,7 +183,7 @@ def test_mask_counts_are_stratified_over_the_step():
 
 
 def test_mask_counts_are_unbiased():
-    """With one MD sequence in a step its count is uniform: the grid is jittered anew each step."""
+    """With one MD sequence a step, its count is uniform: the grid is jittered anew each step."""
     s = tiny_settings(
         alpha="0",
         batch_size=1,
@@ -208,7 +208,7 @@ def test_alpha_is_exact_over_every_den_slots(den):
 
 
 def test_ar_sees_a_token_alpha_R_times_on_average():
-    """And with the standard deviation that train.py names, sqrt(R alpha (1 - alpha))."""
+    """And with the standard deviation that train.py prints, sqrt(R alpha (1 - alpha))."""
     s = tiny_settings(alpha="1/4", repetitions=64, max_steps=64 * 8, vocab_size=65535)
     documents = np.split(np.arange(N_SPECIAL, N_SPECIAL + 4000), 100)
     corpus = make_corpus([np.append(BOS, text) for text in documents])
@@ -226,7 +226,7 @@ def test_ar_sees_a_token_alpha_R_times_on_average():
 
 
 def test_same_sequences_and_objectives_on_any_number_of_ranks():
-    """At a fixed micro-batch who computes what does not matter; nor does alpha to the sequences."""
+    """At a fixed micro-batch size, who computes what does not matter; alpha changes no sequence."""
     s, other = tiny_settings(alpha="3/4"), tiny_settings(alpha="1/4")
     seen = []
     for world in (1, 2, 4):

@@ -113,7 +113,7 @@ def plain(tmp_path_factory, texts):
 
 # ---- what is written -----------------------------------------------------------------------------
 def test_all_kinds_of_json_lines_give_the_same_files(tmp_path, plain, texts):
-    """Several gzip members or zstd frames, foreign line ends, blank lines, a byte order mark."""
+    """Several gzip members or zstd frames, CR LF line ends, blank lines, a byte order mark."""
     lines = jsonl(texts[:50]).replace(b"\n", b"\r\n\n")
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)
 
@@ -183,7 +183,7 @@ def test_without_any_merge_the_text_is_still_exact(tmp_path, plain, texts):
 
 
 def test_the_first_of_equal_documents_stays(tmp_path, texts):
-    """Wherever the others are; blank ones go; both are counted."""
+    """Wherever the others are; blank ones are dropped; both are counted."""
     once = texts[:30]
     (tmp_path / "a.jsonl").write_bytes(jsonl(once + once[::-1] + ["", " \n"]))
     (tmp_path / "b.txt").write_text(once[3])
@@ -210,7 +210,7 @@ def test_a_document_stays_on_its_side_when_the_corpus_grows(tmp_path):
 
 
 def test_the_tokenizer_learns_from_training_documents_only(tmp_path, plain):
-    """Without the held-out documents (but for one) the tokenizer is the same."""
+    """Without the held-out documents (except for one), the tokenizer is the same."""
     train, val = decode_split(plain / "out", "train"), decode_split(plain / "out", "val")
     (tmp_path / "val.jsonl").write_bytes(jsonl(val))
     hashes, _, _ = prepare.hash_documents([str(tmp_path / "val.jsonl")])
@@ -231,7 +231,7 @@ def read_all(*patterns):
 
 
 def test_any_other_file_is_plain_text(tmp_path):
-    """Whatever its ending, packed or not; CR LF becomes LF, and a byte order mark is dropped."""
+    """Whatever its ending, compressed or not; CR LF becomes LF; a byte order mark is dropped."""
     text = "\n\n".join(prose(40)) + "\n漢字\n"
     windows = b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
     (tmp_path / "a.txt").write_text(text)
@@ -276,7 +276,7 @@ def test_a_prepared_folder_that_is_replaced_is_said(tmp_path, plain):
     arguments = ["--input", plain / "text.jsonl", "--out", tmp_path, "--vocab_size", 300]
     assert "replaced" not in run_prepare(*arguments)
     printed = run_prepare(*arguments)
-    assert f"replacing the text that was prepared in {tmp_path} before" in printed
+    assert f"replacing the text that was prepared in {tmp_path} earlier" in printed
 
 
 # ---- plain text is cut into documents ------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_pieces_have_bounded_sizes_and_are_together_the_text(shape):
 
 # ---- what is held out ----------------------------------------------------------------------------
 def split_files(folder, texts, val_fraction=0.1):
-    """Write texts as files; return what is trained on and what is held out of each."""
+    """Write texts as files; return what is trained on and what is held out from each."""
     paths = []
     for i, text in enumerate(texts):
         paths.append(str(folder / f"{i:03}.txt"))
@@ -327,7 +327,7 @@ def make_text(n_bytes, separator, seed=0):
 @pytest.mark.parametrize("separator", ["\n\n", "\n"], ids=["paragraphs", "lines"])
 @pytest.mark.parametrize("kilobytes", [10, 30, 200, 1000])
 def test_a_plain_text_is_held_out_by_its_end(tmp_path, kilobytes, separator):
-    """The last 10%, and what is missing to a whole piece: nanoGPT's split."""
+    """The last 10%, rounded up to whole pieces: nanoGPT's split."""
     text = make_text(kilobytes * 1000, separator)
     for share in (0.1, 0.25):
         [[train, val]] = split_files(tmp_path, [text], share)
@@ -343,7 +343,7 @@ def test_every_file_gives_its_end(tmp_path):
 
 
 def test_of_short_files_every_tenth_is_held_out(tmp_path):
-    """By the size of the text, from the first file to the last."""
+    """A tenth of the bytes, spread evenly from the first file to the last."""
     texts = prose(300)
     sides = split_files(tmp_path, texts)
     held_out = [i for i, (_, val) in enumerate(sides) if val]
@@ -450,7 +450,7 @@ def test_a_text_has_a_config_that_suits_it(n_bytes, bytes_per_token, config, tok
     assert s.seq_len >= prepare.WINDOW and s.repetitions == s.vocab_size == 0
     fill_in(s, vocab_size, int(n_bytes / bytes_per_token))
     assert 1 <= s.repetitions < 300
-    assert Fraction(s.alpha) * Fraction(s.repetitions) < 18  # of AR
+    assert Fraction(s.alpha) * Fraction(s.repetitions) < 18  # repetitions of AR
     if config != "demo":
         assert s.n_embd == 64 * s.n_head
         assert Fraction(s.alpha) == pytest.approx(min(63 / 64, 16 / s.repetitions), rel=0.05)
@@ -458,7 +458,7 @@ def test_a_text_has_a_config_that_suits_it(n_bytes, bytes_per_token, config, tok
 
 @pytest.mark.parametrize("config", ["mini", "small", "large"])
 def test_each_config_trains(tmp_path, plain, config):
-    """As a tiny model here, for a few steps; both losses fall."""
+    """Here with a tiny model, for a few steps; both losses fall."""
     tiny = dict(n_layer=1, n_head=1, n_embd=64, n_ff=64, seq_len=64, alpha="1/2", max_steps=4)
     tiny |= dict(batch_size=4, micro_batch_size=2, eval_tokens=640, eval_interval=4, compile=False)
     flags = [f"--{name}={value}" for name, value in tiny.items()]
@@ -501,7 +501,7 @@ def test_encoding_is_that_of_tokenizers_and_can_be_undone(encode, tokenizer, par
 
 
 def test_encoders_agree_on_every_kind_of_character(encode, tokenizer):
-    """A regular sample of all code points, beside letters, digits, spaces, marks, apostrophes."""
+    """A regular sample of all code points, next to letters, digits, spaces, marks, apostrophes."""
     code_points = [*range(0x3000), *range(0x3000, 0xD800, 17), *range(0xE000, 0x110000, 97)]
     characters = [chr(code_point) for code_point in code_points]
     for beside in ("a", "1", " ", "!", "'", "\n "):
@@ -583,7 +583,7 @@ def like_llama3():
 
 
 def like_llama2():
-    """Spells a space as ▁, puts one in front of every text; rare characters become bytes."""
+    """Spells a space as ▁ and puts one before every text; rare characters become bytes."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(

@@ -129,7 +129,7 @@ def split_samples(output):
 # ---- distributions -------------------------------------------------------------------------------
 @torch.no_grad()
 def test_random_order_samples_the_any_order_distribution():
-    """Fill one random place a step: all 27 texts of 3 tokens come as often as they should.
+    """Fill one random place a step: all 27 texts of 3 tokens occur as often as they should.
 
     Their probability is the model's, averaged over the 6 orders. In another order, they do not.
     """
@@ -234,7 +234,7 @@ def test_the_model_reads_no_more_than_a_window_and_rarely_all_of_it(window, monk
         return hidden(x, mask, positions, caches)
 
     monkeypatch.setattr(model, "hidden", spy)
-    model.head = Biased(model.head, range(20, 300))  # says no <s>
+    model.head = Biased(model.head, range(20, 300))  # never generates <s>
     steps = generate(extend, model, PROMPTS, window, length=100)
     assert len(steps) == len(reads) == 100
     n_kept = window // 2
@@ -272,7 +272,7 @@ def test_a_batch_gives_what_single_rows_give(order):
 
 # ---- special tokens, order of filling ------------------------------------------------------------
 class Biased(torch.nn.Module):
-    """The head of a model that would most like to say one of these tokens."""
+    """The head of a model that strongly prefers these tokens."""
 
     def __init__(self, head, tokens):
         super().__init__()
@@ -371,7 +371,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("kind", ["normalizer", "byte level", "metaspace"])
 def test_text_after_a_gap_is_the_given_text_with_any_tokenizer(kind):
-    """A tokenizer that puts a space before every text puts none behind a gap."""
+    """A tokenizer that puts a space before every text puts none after a gap."""
     tokenizer = spaced_tokenizer(kind)
     tokenizer.encode_special_tokens = True
     start = encode(tokenizer, "ba")
@@ -457,7 +457,7 @@ def test_a_mistake_gets_one_line(flags, message, tmp_path):
 @pytest.mark.parametrize("mode", ["ar", "prefix", "diffusion"])
 @pytest.mark.parametrize("seq_len", [2, 8, 100])
 def test_the_default_length_fits_every_model(seq_len, mode, tmp_path):
-    """64 tokens, past the window too; what is filled in must fit into the window."""
+    """64 tokens, even past the window; what is filled in must fit into the window."""
     ckpt = save_checkpoint(tmp_path, seq_len=seq_len)
     with mock.patch.object(sample, "draw", lambda logits, *_: torch.full((len(logits),), 84)):
         text = call(sample, "--ckpt", ckpt, "--mode", mode, "--prompt", "")
@@ -491,7 +491,7 @@ def test_the_prompt_comes_from_a_flag_or_a_pipe(tmp_path):
 
 
 def test_at_a_terminal_no_prompt_is_an_empty_one(tmp_path):
-    """It would wait for a terminal's input in silence."""
+    """Otherwise it would silently wait for input from the terminal."""
     ckpt = save_checkpoint(tmp_path)
     ours, theirs = pty.openpty()
     try:

@@ -43,13 +43,13 @@ def load(*argv):
 
 
 def fill(s, n_tokens=10**15):
-    """Return the settings once they know their data."""
+    """Return the settings, with what follows from the data filled in."""
     fill_in(s, 300, n_tokens)
     return s
 
 
 def refused(capsys, *argv):
-    """The one line with which these arguments are refused."""
+    """Return the one line that refuses these arguments."""
     with pytest.raises(SystemExit) as error:
         fill(load(*argv))
     line = error.value.code
@@ -59,7 +59,7 @@ def refused(capsys, *argv):
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Writes a config file and returns its path, in a folder of its own."""
+    """A function that writes a config file, in a folder of its own, and returns its path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
 
@@ -74,7 +74,7 @@ def config(tmp_path, monkeypatch):
 
 
 def settings_read():
-    """Return what the scripts read as s.name: others have attributes of such names too."""
+    """Return what the scripts read as s.name; other objects may have attributes of that name."""
     read = set()
     for path in glob.glob(os.path.join(ROOT, "*.py")):
         if os.path.basename(path) == "configurator.py":
@@ -93,7 +93,7 @@ def test_every_setting_is_read_somewhere():
 
 
 def test_defaults_are_the_papers():
-    """They pass the check, and stand for 8,192 steps of 2,048 x 2,048 tokens."""
+    """They pass the check, and amount to 8,192 steps of 2,048 x 2,048 tokens."""
     s = check(Settings())
     assert (s.n_layer, s.n_embd, s.n_head, s.n_ff, s.vocab_size, s.seq_len) == (
         24,
@@ -410,7 +410,7 @@ def test_alpha_auto_knows_the_repetitions_that_follow_from_the_data():
 
 @pytest.mark.parametrize("slots, alpha", [(1, "0"), (2, "1/2"), (24, "23/24"), (65, "63/64")])
 def test_alpha_auto_suits_a_short_run(slots, alpha):
-    """A text of 20 KB has few slots; no number has to be typed for it."""
+    """A run on 20 KB of text has few slots; the user need not choose a number."""
     s = load("--max_steps=0", "--batch_size=1", "--micro_batch_size=1")
     assert fill(s, n_tokens=slots * 2048).alpha == alpha
 

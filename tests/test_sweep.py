@@ -97,7 +97,7 @@ def call(monkeypatch):
 
 
 def message_of(call, *arguments):
-    """Return the one line in which a call ends."""
+    """Return the one line with which a call ends."""
     with pytest.raises(SystemExit) as error:
         call(*arguments)
     message = error.value.code
@@ -261,7 +261,7 @@ def test_a_log_without_settings_is_refused_by_name(tmp_path, call):
 
 @pytest.mark.parametrize("command", ["fit", "plot"])
 def test_runs_of_other_settings_are_not_mixed(tmp_path, call, command):
-    """They have tables of their own, but not one surface or figure; selecting some helps."""
+    """They get separate tables, but no common surface or figure; selecting some of them helps."""
     records = made_up_records()
     for record in records:
         record["settings"] = "--n_embd=48"
@@ -359,7 +359,7 @@ def test_every_cell_is_trained_once(tmp_path, call, calls, jobs):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_after_a_failure_no_other_run_begins(call, monkeypatch, jobs):
-    """Those under way go on to their end."""
+    """Those under way are finished."""
     begun, ended = [], []
     all_begun = threading.Barrier(jobs)
 
@@ -402,7 +402,7 @@ def test_a_bad_grid_ends_in_one_line(call, calls, flag):
 
 
 def test_what_train_refuses_is_passed_on(tmp_path):
-    """train.py's one line comes through, with the run that it is about."""
+    """train.py's one line is printed, with the run that it is about."""
     (tmp_path / "c.py").write_text("nonsense = 3")
     command = ["run", "--config", "c.py", "--repetitions", "8", "--alphas", "0,1", "--jobs", "1"]
     output = run("sweep.py", *command, "--results", "out", cwd=tmp_path, code=1)
@@ -412,7 +412,7 @@ def test_what_train_refuses_is_passed_on(tmp_path):
 
 
 def tiny_grid(corpus, folder, repetitions=20, **settings):
-    """Return the command of a sweep with one small run, and the settings behind its --."""
+    """Return the command of a sweep with one small run, and the settings after its --."""
     (folder / "c.py").write_text("")
     arguments = flags(data_dir=corpus / "data/tiny", **settings)
     own = ("--alpha", "--repetitions")
@@ -422,7 +422,7 @@ def tiny_grid(corpus, folder, repetitions=20, **settings):
 
 
 def test_a_grid_is_trained_and_evaluated(corpus, tmp_path):
-    """What the scripts have measured is read; a run that has other settings is refused."""
+    """What the scripts have measured is read; a run with different settings is refused."""
     command, settings = tiny_grid(corpus, tmp_path)
     evaluation = ["--eval", "--tasks heldout --modes ar,prefix --limit 8"]
     run(*command, *evaluation, *settings, cwd=tmp_path)
@@ -461,19 +461,19 @@ def test_a_stopped_sweep_saves_and_continues(corpus, tmp_path):
         output = sweeping.communicate()[0]
     assert sweeping.returncode == 128 + signal.SIGINT
     assert b"the same command continues" in output and b"Traceback" not in output
-    assert any(folder.glob("ckpt_*.pt"))  # at the end of the sweep train.py has ended, too
+    assert any(folder.glob("ckpt_*.pt"))  # the sweep has waited for train.py to end
     before = read_records(folder)
     assert 2 <= before[-1]["step"] < 100 and "done" not in before[-1]
 
     run(*command, cwd=tmp_path)
     after = read_records(folder)
-    assert after[: len(before)] == before  # speeds included: continued, not begun anew
+    assert after[: len(before)] == before  # speeds included: continued, not restarted
     assert after[-1]["done"] and len(sweep.read_runs(tmp_path / "out")) == 1
 
 
 # ---- table ---------------------------------------------------------------------------------------
 def test_tables_pair_alphas_by_seed(tmp_path, call, capsys):
-    """The seeds differ by 1, the alphas by 0.2 and 0.4 within a seed: only pairing shows it."""
+    """The seeds differ by 1, the alphas by 0.2 and 0.4 within a seed: only pairing shows this."""
     records = []
     for alpha, seed, loss in [("1", 1, 2.0), ("1", 2, 3.0), ("1/2", 1, 1.8), ("1/2", 2, 2.6)]:
         records.append({"repetitions": 8, "alpha": alpha, "seed": seed, "val_ar": loss})
@@ -502,12 +502,12 @@ def test_log_odds_are_symmetric_and_finite():
     odds = sweep.log_odds([0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1])
     np.testing.assert_allclose(odds, -odds[::-1], atol=1e-12)
     assert (np.diff(odds) > 0).all() and 6 < odds[-1] < 6.1
-    assert 0.9 < sweep.log_odds(1 / 8) - sweep.log_odds(1 / 16) < 1.2  # a step for a halving
+    assert 0.9 < sweep.log_odds(1 / 8) - sweep.log_odds(1 / 16) < 1.2  # one step per halving
     np.testing.assert_allclose(sweep.alpha_at(odds), [0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1])
 
 
 def printed_fit(text):
-    """Return {R: (alpha, low, high)} of what `fit` prints."""
+    """Return {R: (alpha, low, high)} as printed by `fit`."""
     optima = {}
     for line in text.splitlines():
         words = line.replace("-", " ").split()
@@ -518,7 +518,7 @@ def printed_fit(text):
 
 @pytest.mark.parametrize("column", ["val_ar", "acc_ar"])
 def test_a_fit_finds_the_known_optimum(results, call, capsys, column):
-    """A loss is minimised and a score maximised, with honest intervals."""
+    """A loss is minimized and a score maximized, with honest intervals."""
     call("fit", "--results", results, "--target", column)
     output = capsys.readouterr().out
     assert f"{column}: R^2 1.0" in output and "one level" not in output
@@ -531,7 +531,7 @@ def test_a_fit_finds_the_known_optimum(results, call, capsys, column):
 
 
 def test_what_seeds_differ_by_is_taken_out(tmp_path, call, capsys):
-    """Seeds 2 and 3 lie far away and were run at few alphas, which would look better or worse."""
+    """Seeds 2 and 3 lie far off and have few alphas, which would otherwise look better or worse."""
     alphas = {1: ALPHAS, 2: ["0", "1/8"], 3: ["7/8", "1"]}
     distance = {1: 0, 2: -2, 3: 2}
     records = []
@@ -553,7 +553,7 @@ def test_what_seeds_differ_by_is_taken_out(tmp_path, call, capsys):
 
 
 def test_seeds_are_left_alone_where_nothing_says_how_they_differ(tmp_path):
-    """A seed without a cell of the reference, lines without seeds, a difference within a run."""
+    """A seed that shares no cell with the reference, lines without seeds, paired differences."""
     records = [record | {"acc_prefix_minus_ar": 1.0} for record in made_up_records()]
     records += [{"repetitions": 9, "alpha": "1/2", "seed": 2, "val_ar": 9.0}]
     records += [{"repetitions": 8, "alpha": "1/2", "val_ar": 9.0, "acc_prefix_minus_ar": 5.0}]
@@ -581,7 +581,7 @@ def test_a_fit_is_of_the_surface_not_of_single_runs(tmp_path):
     surface = sweep.fit_surface(runs, "acc_ar", np.log2([8, 64]))
     assert surface.r2 < 0.99
     np.testing.assert_allclose(surface.best.sum(axis=1), 1)
-    # with the noise of a run in the samples the deviations would be 1.45 and 1.31
+    # with the noise of a run in the samples, the deviations would be 1.45 and 1.31
     for R, chance, limit in zip((8, 64), surface.best, (1.35, 1.1)):
         middle = (chance * surface.log_odds).sum()
         deviation = np.sqrt((chance * (surface.log_odds - middle) ** 2).sum())
@@ -599,7 +599,7 @@ def test_a_fit_is_of_the_surface_not_of_single_runs(tmp_path):
     ],
 )
 def test_the_md_loss_of_ar_alone_bends_no_surface(tmp_path, column, shown):
-    """In nats it is off the scale, since it has never seen a mask. Its accuracy counts."""
+    """In nats it is off the scale, since AR alone has never seen a mask. Its accuracy counts."""
     records = made_up_records()
     for record in records:
         record |= {"logp_pll6": -4.0, "logp_piqa_chain": -4.0, "acc_pll6": 40.0}
@@ -631,7 +631,7 @@ def test_one_r_and_some_alphas_give_one_figure(results, call, tmp_path):
 
 
 def labels_of(ax):
-    """Return {label: (height, color)} of the lines' names beside a panel."""
+    """Return {label: (height, color)} for the line labels beside a panel."""
     labels = {}
     for text in ax.texts:
         height = text.xyann[1] if hasattr(text, "xyann") else text.get_position()[1]
@@ -662,7 +662,7 @@ def test_every_line_has_a_label_of_its_color(tmp_path):
 
 
 def test_a_line_off_the_panel_is_named_with_its_end(tmp_path):
-    """MD alone has never trained AR: the panel makes no room for its AR loss, but tells it."""
+    """MD alone has never trained AR: its AR loss is off the panel, but stated in its label."""
     records = []
     for alpha, ar, md in (("0", 9.0, 2.0), ("1/2", 3.0, 2.5), ("1", 4.0, 7.25)):
         curve = [[0, 6, 6], [10**6, 3.5, 3.5], [2 * 10**6, ar, md]]

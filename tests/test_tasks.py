@@ -296,7 +296,7 @@ def zipped(files):
 
 
 def tarred(members):
-    """Pack members (name, type, content), the names as they are given."""
+    """Pack members (name, type, content), with exactly the given names."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, kind, content in members:
@@ -344,7 +344,7 @@ SITE = {
 
 @pytest.fixture
 def site(monkeypatch):
-    """Serve three tasks, of one or two records, on this machine; return {path: content}."""
+    """Serve three tasks, with one or two records each, on this machine; return {path: content}."""
     files = dict(SITE, asked=[])
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -134,11 +134,11 @@ def test_a_resumed_run_keeps_its_dtype(corpus):
 
 def test_too_many_repetitions_of_ar_are_said(corpus):
     output = train(corpus, "out/often", alpha="3/4", repetitions=48, max_steps=6)
-    assert "by AR 36 times" in output and "AR tends to overfit beyond about 16 times" in output
+    assert "by AR 36 times" in output and "overfit beyond about 16 repetitions" in output
 
 
 def test_overfit_is_the_papers_definition():
-    """2% above the best held-out loss while training improves; noise and divergence are not."""
+    """2% above the best held-out loss while training improves, but not noise or divergence."""
 
     def records(*pairs):
         return [{"val_ar": 7.0}] + [{"train_ar": train, "val_ar": val} for train, val in pairs]
@@ -264,7 +264,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(corpus):
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 def test_the_newest_the_start_of_the_decay_and_milestones_stay(corpus):
-    """Milestones are also saved where no interval asks for them; nothing else stays."""
+    """Milestones are also saved where no interval asks for them; nothing else is kept."""
     changes = dict(save_interval=2, max_steps=5, decay=0.4, milestones="1,9")
     train(corpus, "out/stay", **changes)
     folder = corpus / "out/stay"
@@ -284,14 +284,14 @@ def test_the_newest_the_start_of_the_decay_and_milestones_stay(corpus):
 
 
 def test_without_a_decay_the_rate_stays(corpus):
-    """The last record included; and no checkpoint stays but the newest."""
+    """The last record included; and only the newest checkpoint is kept."""
     train(corpus, "out/flat", decay=0.0, max_steps=3)
     assert [record["lr"] for record in read_records(corpus / "out/flat")] == [0.007] * 4
     assert [file.name for file in (corpus / "out/flat").glob("*.pt")] == ["ckpt_3.pt"]
 
 
 def test_the_settings_of_a_run_are_the_defaults_of_its_continuation(whole, corpus):
-    """--resume and the directory are enough, also of a copy; what is named besides must agree."""
+    """--resume and the directory, even a copy, are enough; any other setting given must agree."""
     copy = corpus / "out/run"  # the default of out_dir
     shutil.copytree(whole, copy)
     (copy / "ckpt_6.pt").unlink()
@@ -304,17 +304,17 @@ def test_the_settings_of_a_run_are_the_defaults_of_its_continuation(whole, corpu
 
 
 def test_resume_begins_a_run_that_is_not_there(whole, corpus):
-    """As a job script wants it. With neither a run nor settings there is nothing to do."""
+    """This is what a job script needs. With neither a run nor settings, there is nothing to do."""
     train(corpus, "out/begun", "--resume")
     assert_same_bits(weights(whole), weights(corpus / "out/begun"))
     error = run("train.py", "--resume", "--out_dir=out/nowhere", cwd=corpus, code=1)
     assert "there is no run in out/nowhere to continue" in error
     error = run("train.py", *flags(data_dir="data/tiny", out_dir="out/begun"), cwd=corpus, code=1)
-    assert "out/begun holds a run already: continue it with --resume" in error
+    assert "out/begun already holds a run: continue it with --resume" in error
 
 
 def test_a_run_of_an_earlier_version_is_refused_but_its_model_is_taken(whole, corpus):
-    """It has another format, and settings that are gone."""
+    """It has another format, and settings that no longer exist."""
     content = newest(whole)
     content["format"] = 2
     content["settings"] |= {"decay_steps": 2, "keep": 1}
@@ -328,7 +328,7 @@ def test_a_run_of_an_earlier_version_is_refused_but_its_model_is_taken(whole, co
 
 
 def test_a_checkpoint_holds_no_padding(whole, corpus):
-    """Matrices live in stacks, padded for the ranks; what is saved is their own size."""
+    """Matrices live in stacks, padded for the ranks; they are saved at their own size."""
     train(corpus, "out/padded", n=4, max_steps=1, decay=0.0, alpha="1/2")
     content = newest(corpus / "out/padded")
     for tensor in [*content["model"].values(), *content["momentum"]]:
@@ -337,7 +337,7 @@ def test_a_checkpoint_holds_no_padding(whole, corpus):
 
 # ---- starting from another run -------------------------------------------------------------------
 def test_a_run_can_be_extended_from_before_its_decay(corpus):
-    """With R and steps doubled the data is the same, and so is every bit of a run planned so."""
+    """With R and steps doubled, the data is the same; every bit equals that of the longer run."""
     train(corpus, "out/short", max_steps=6, repetitions=2)
     longer = dict(max_steps=12, decay=1 / 6, repetitions=4)
     train(corpus, "out/long", **longer)
@@ -376,7 +376,7 @@ def test_init_from_takes_the_model_and_refuses_other_tokens(whole, corpus, tmp_p
 
 
 def test_init_from_on_other_data_or_batches_begins_a_run_of_its_own(whole, corpus):
-    """At step 0, with its own log and count of tokens: what is there is the model."""
+    """At step 0, with its own log and count of tokens: only the model is taken over."""
     arguments = ["--input", "text.jsonl", "--out", "data/more", "--val_fraction", "0.3"]
     run("prepare.py", *arguments, "--tokenizer", "data/tiny/tokenizer.json", cwd=corpus)
     changes = [dict(data_dir="data/more"), dict(batch_size=16), dict(seq_len=16), dict(seed=2)]
@@ -387,10 +387,10 @@ def test_init_from_on_other_data_or_batches_begins_a_run_of_its_own(whole, corpu
         assert "starting from out/whole at step 0" in output
         log = read_records(corpus / out)
         assert [record["step"] for record in log] == [0, 1, 2]
-        assert log[0]["val_ar"] < 5.3  # the model of step 6, not one that knows nothing
+        assert log[0]["val_ar"] < 5.3  # the model of step 6, not an untrained one
 
 
-# Stands in for the package: writes down how it is called.
+# Stands in for the package, and records how it is called.
 WANDB = """
 import json
 def note(*call):
