@@ -425,7 +425,7 @@ def format_mean(column, values, of_the_mean):
 
 # ---- fit: the paper's Gaussian process, Section 5.2 ----------------------------------------------
 def print_fit(args):
-    """Print which alpha is most likely the best for each R, and how certain that is."""
+    """Print where the fitted surface is best for each R, and where that could be instead (90%)."""
     runs, columns = select_runs(args)
     check_alike(runs, args.results)
     Rs = sorted({run.repetitions for run in runs})
@@ -436,12 +436,10 @@ def print_fit(args):
             shifts = [f"seed {seed} {shift:+.3f}" for seed, shift in surface.shifts.items()]
             print(f"   brought to one level: {', '.join(shifts)}")
         print("   R   alpha      90%      alpha*R  paper's rule")
-        for R, probability in zip(Rs, surface.best):
-            # The smallest set of alphas with 90% of the probability, the likeliest first.
-            order = np.argsort(-probability, kind="stable")
-            n_needed = 1 + np.searchsorted(np.cumsum(probability[order]), 0.9)
-            alphas = alpha_at(surface.log_odds[order[:n_needed]])
-            best, low, high = alphas[0], alphas.min(), alphas.max()
+        optima = surface.mean.argmin(axis=1) if is_loss(column) else surface.mean.argmax(axis=1)
+        for R, optimum, probability in zip(Rs, optima, surface.best):
+            low, high = np.searchsorted(np.cumsum(probability), [0.05, 0.95])
+            best, low, high = alpha_at(surface.log_odds[[optimum, low, high]])
             rule = papers_rule(R)
             print(f"{R:4g}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
 
