@@ -13,7 +13,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -134,8 +133,6 @@ adamw = torch.optim.AdamW(
     others, s.learning_rate, (0.9, 0.95), weight_decay=s.weight_decay, fused=device != "mps"
 )
 if s.compile and device != "mps":
-    if device == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
-        die("torch.compile needs a C++ compiler on a CPU: use --compile=False")
     for block in model.blocks:
         block.compile(dynamic=False)
     if device == "cuda":

@@ -135,3 +135,10 @@ def test_what_does_not_fit_a_gpu_is_one_line_that_names_the_setting(
     output = run(sys.executable, str(script), cwd=tmp_path, code=1)
     assert output.startswith(message)
     assert setting in output and output.count("\n") == 1
+
+
+def test_a_compiler_that_does_not_work_is_one_line_that_says_how_to_do_without(corpus, tmp_path):
+    settings = flags(data_dir=corpus / "data/tiny", out_dir="out/new", compile=True, device="cpu")
+    output = run("train.py", *settings, cwd=tmp_path, code=1, CXX=sys.executable + "-missing")
+    assert "Traceback" not in output
+    assert output.splitlines()[-1].startswith("error: torch.compile failed: use --compile=False (")
