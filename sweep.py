@@ -91,6 +91,7 @@ class Surface(NamedTuple):
     shifts: dict[int, float]  # what was taken out: how far each seed lies above the reference
     log_odds: np.ndarray  # (values of alpha,)
     mean: np.ndarray
+    optimum: np.ndarray  # (values of R,): the log-odds at which the mean is best
     best: np.ndarray  # probability that this alpha is the best for this R
 
 
@@ -436,10 +437,9 @@ def print_fit(args):
             shifts = [f"seed {seed} {shift:+.3f}" for seed, shift in surface.shifts.items()]
             print(f"   brought to one level: {', '.join(shifts)}")
         print("   R   alpha      90%      alpha*R  paper's rule")
-        optima = surface.mean.argmin(axis=1) if is_loss(column) else surface.mean.argmax(axis=1)
-        for R, optimum, probability in zip(Rs, optima, surface.best):
-            low, high = np.searchsorted(np.cumsum(probability), [0.05, 0.95])
-            best, low, high = alpha_at(surface.log_odds[[optimum, low, high]])
+        for R, best, probability in zip(Rs, alpha_at(surface.optimum), surface.best):
+            quantiles = np.searchsorted(np.cumsum(probability), [0.05, 0.95])
+            low, high = alpha_at(surface.log_odds[quantiles])
             rule = papers_rule(R)
             print(f"{R:4g}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
 
@@ -475,15 +475,16 @@ def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
     gp.kernel_ = gp.kernel_.k1  # from here on the surface itself, without the noise of a run
 
     heights = np.linspace(places[:, 1].min(), places[:, 1].max(), n_alphas)
+    find_best = np.argmin if is_loss(column) else np.argmax
     mean, best = [], []
     for x in log_R:
         points = np.stack((np.full(n_alphas, x), heights), axis=1)
         points = (points - center) / scale
         samples = gp.sample_y(points, n_samples)  # (alphas, samples): each is a curve over alpha
-        winners = samples.argmin(axis=0) if is_loss(column) else samples.argmax(axis=0)
         mean.append(gp.predict(points))
-        best.append(np.bincount(winners, minlength=n_alphas) / n_samples)
-    return Surface(r2, noise, shifts, heights, np.array(mean), np.array(best))
+        best.append(np.bincount(find_best(samples, axis=0), minlength=n_alphas) / n_samples)
+    optimum = heights[find_best(mean, axis=1)]
+    return Surface(r2, noise, shifts, heights, np.array(mean), optimum, np.array(best))
 
 
 def seed_shifts(runs, column):
@@ -656,7 +657,8 @@ def draw_maps(runs, columns, unit):
             ax.set(xlabel="repetitions R", ylabel="α", ylim=log_odds([alphas[0], alphas[-1]]))
             mark_cells(ax, cells)
     lines = {line.get_label(): line for ax in panels.flat for line in ax.lines}
-    page.legend(handles=lines.values(), loc="outside lower center", ncols=3, frameon=False)
+    n_columns = min(2 * width, 4)
+    page.legend(handles=lines.values(), loc="outside lower center", ncols=n_columns, frameon=False)
     return page
 
 
@@ -687,9 +689,10 @@ def draw_mean(ax, column, log_R, surface, unit):
 
 
 def draw_best(ax, log_R, surface):
-    """Draw where the best alpha lies for each R: the darker, the likelier."""
+    """Draw where the best alpha lies for each R; darker is likelier."""
     density = surface.best / surface.best.max(axis=1, keepdims=True)
     ax.contourf(log_R, surface.log_odds, density.T, np.linspace(0.05, 1, 11), cmap="Purples")
+    ax.plot(log_R, surface.optimum, "C1-", lw=1.5, label="best α of the fit")
     rule = log_odds(papers_rule(2**log_R))
     ax.plot(log_R, rule, "k--", lw=1.2, label="α = min(63/64, 16/R)")
     ax.set_title("where the best α lies", fontsize=11)

@@ -705,7 +705,7 @@ def map_of(tmp_path, columns, change=lambda record: None):
     return panels, page.legends[0]
 
 
-def test_maps_show_overfitted_runs_and_the_papers_rule(tmp_path):
+def test_maps_show_overfitted_runs_the_best_alpha_and_the_papers_rule(tmp_path):
     def change(record):
         record["acc_pll6"] = record.pop("acc_ar")
 
@@ -713,7 +713,7 @@ def test_maps_show_overfitted_runs_and_the_papers_rule(tmp_path):
     titles = ["PLL accuracy, %", "held-out AR loss, nats per byte"] + 2 * ["where the best α lies"]
     assert [ax.get_title() for ax in panels] == titles
     names = [text.get_text() for text in legend.get_texts()]
-    assert sorted(names) == ["overfitted", "runs", "α = min(63/64, 16/R)"]
+    assert sorted(names) == ["best α of the fit", "overfitted", "runs", "α = min(63/64, 16/R)"]
     for ax in panels:
         lines = {line.get_label(): line.get_xydata() for line in ax.lines}
         places = {
@@ -722,8 +722,11 @@ def test_maps_show_overfitted_runs_and_the_papers_rule(tmp_path):
         assert places == {(64, 0.75), (64, 0.875), (64, 1)}
         assert len(lines["runs"]) == 4 * 7 - 3
     for ax in panels[2:]:
-        (rule,) = [line.get_xydata() for line in ax.lines if line.get_linestyle() == "--"]
+        lines = {line.get_label(): line.get_xydata() for line in ax.lines}
+        rule = lines["α = min(63/64, 16/R)"]
         np.testing.assert_allclose(sweep.alpha_at(rule[[0, -1], 1]), [63 / 64, 16 / 64])
+        best = [best_log_odds(2**x) for x in lines["best α of the fit"][:, 0]]
+        np.testing.assert_allclose(lines["best α of the fit"][:, 1], best, atol=0.4)
 
 
 def test_a_difference_that_is_noise_is_pale(tmp_path):
