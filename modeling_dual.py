@@ -7,6 +7,15 @@ The bidirectional half of a dual model, for transformers; load it with trust_rem
     AutoModelForSequenceClassification   the same with a new head, which reads the last token
 
 AutoModelForCausalLM needs none of this: it loads the same weights as a plain Llama.
+
+To score a text of T tokens with a prefix of n, tell AutoModelForMaskedLM who sees whom:
+
+    mask = torch.ones(1, T, T).tril()    # row i: which tokens token i sees
+    mask[:, :, :n] = 1
+    logits = model(input_ids, attention_mask=mask).logits
+
+A plain Llama needs it in additive form, torch.where(mask == 0, -torch.inf, 0.0)[:, None]; with
+attn_implementation="eager" it silently misreads a boolean one.
 """
 
 import torch
