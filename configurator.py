@@ -37,7 +37,7 @@ class Settings:
     init_from: str = ""           # start from this model, or extend its run (same data and batches)
     seed: int = 1                 # weights, data order and masks
     alpha: str = "auto"           # share of AR sequences: 63/64, 0.5; auto: min(63/64, 16/R)
-    repetitions: float = 1.0      # R: how often each token is read; 0: all the text, for max_steps
+    repetitions: float = 1.0      # R: how often each token is read; 0: as often as max_steps allows
     ar_weight: float = 1.0        # weight of AR in Eq. 5; the paper's runs used 2 (see its erratum)
     # optimization
     batch_size: int = 2048        # sequences in a step, over all devices

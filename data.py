@@ -140,7 +140,7 @@ class Stream:
         if n_tokens > len(tokens):
             die(
                 f"{s.data_dir} has {len(tokens):,} training tokens, but this run needs "
-                f"{n_tokens:,}: lower max_steps, or raise repetitions (0 takes all of the text as "
+                f"{n_tokens:,}: lower max_steps, or raise repetitions (0: read all of the text, as "
                 "often as needed)"
             )
 

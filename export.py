@@ -297,7 +297,7 @@ def read_state_dict(file):
     except OSError:
         raise
     except Exception:  # safetensors, pickle, zipfile and torch raise their own types
-        die(f"{file} holds no weights, or more than weights: choose a released model's file")
+        die(f"{file} has no weights, or something besides weights: choose a released model's file")
 
 
 # ---- the script ----------------------------------------------------------------------------------

@@ -524,7 +524,7 @@ def main():
             os.replace(folder / name, out / name)
     print(f"{out} is ready. Next: {next_command(out, meta['train']['bytes'])}")
     if args.tokenizer:
-        print("To start from the tokenizer's model, add --init_from=ITS_CHECKPOINT")
+        print("To start from the model that has this tokenizer, add --init_from=ITS_CHECKPOINT")
 
 
 if __name__ == "__main__":

@@ -435,7 +435,7 @@ def print_fit(args):
         print(f"{column}: R^2 {surface.r2:.4f}")
         if len(surface.shifts) > 1:
             shifts = [f"seed {seed} {shift:+.3f}" for seed, shift in surface.shifts.items()]
-            print(f"   brought to one level: {', '.join(shifts)}")
+            print(f"   differences between seeds, removed: {', '.join(shifts)}")
         print("   R   alpha      90%      alpha*R  paper's rule")
         for R, best, probability in zip(Rs, alpha_at(surface.optimum), surface.best):
             quantiles = np.searchsorted(np.cumsum(probability), [0.05, 0.95])

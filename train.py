@@ -40,7 +40,7 @@ from muon import Muon
 
 # ---- settings, device, ranks ---------------------------------------------------------------------
 if not sys.argv[1:]:
-    die("which run? For a first one: python prepare.py && python train.py config/demo.py; or -h")
+    die("which run? Name a config file; first: python prepare.py && python train.py config/demo.py")
 named = read_settings(sys.argv[1:], __doc__)  # what config files and flags set
 s = make_settings(named)
 device, dtype = choose_device(s.device, s.dtype)
@@ -291,7 +291,10 @@ say(
 if alpha * R > 32:
     say("AR tends to overfit beyond about 16 repetitions: --alpha=auto gives it that many")
 if n_slots % alpha.denominator != 0:
-    say(f"a step has {n_slots} slots, not a multiple of {alpha.denominator}: the mix varies")
+    say(
+        f"a step has {n_slots} slots, not a multiple of {alpha.denominator}, so the share of AR "
+        "varies from step to step"
+    )
 
 
 # ---- the loop: one more round than steps, so that the last weights are evaluated and saved too ---

@@ -1,7 +1,7 @@
 # A text of about 10 MB on one GPU: 5.7M parameters without embeddings, 7.8M with 4,096 ids.
 #   python prepare.py --input mine.txt --out data/mine && python train.py config/mini.py
 # 8 slots of 16 sequences x 512 tokens = 65,536 tokens a step,
-# 8,192 steps = 537M tokens, 94 per parameter (the paper: 95). All of the text is read, about 200
+# 8,192 steps = 537M tokens, 94 per parameter (the paper: 95). All of the text is read, about 210
 # times if it is 10 MB.
 data_dir = "data/mine"
 out_dir = "out/mini"

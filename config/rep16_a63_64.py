@@ -1,4 +1,4 @@
-# The paper's advice at the most repetitions it holds for, 16: AR with a little MD.
+# The paper's advice at 16 repetitions, the most that it covers: AR with a little MD.
 # A step is 2,048 sequences x 2,048 tokens = 4,194,304 tokens = 256 slots of 8 sequences,
 # 252 AR and 4 MD.
 # The run is 8,192 steps = 34.4B tokens, of which 34.4B / 16 = 2.15B are unique.

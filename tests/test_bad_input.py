@@ -384,7 +384,7 @@ EXPORT = {
     "already there": script("export.py --ckpt out/run --out data", "data already exists"),
     "not a model": script(
         "export.py --from_official a.bin --out hf",
-        "a.bin holds no weights",
+        "a.bin has no weights",
         write("a.bin", b"a"),
     ),
     "not a Llama": script("export.py --from_llama data --out hf", "no config.json in data"),

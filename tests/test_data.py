@@ -98,7 +98,7 @@ def test_at_least_one_window_is_unique():
 
 def test_too_small_a_corpus_says_what_would_fit():
     corpus = traceable_corpus(20)
-    with pytest.raises(SystemExit, match="raise repetitions .0 takes all of the text"):
+    with pytest.raises(SystemExit, match="raise repetitions .0: read all of the text"):
         data.Stream(corpus, tiny_settings(vocab_size=65535, repetitions=1.0))
 
 

@@ -782,7 +782,7 @@ def test_contexts_that_were_cut_are_counted(trained, task_files, tmp_path, monke
         folder = narrow_checkpoint(trained, tmp_path / f"run{seq_len}", seq_len)
         evaluate(monkeypatch, "--ckpt", folder, *flags, "--json", tmp_path / "j")
         assert json.loads((tmp_path / "j").read_text())["contexts_cut"] == n_cut
-        assert ("57 contexts have lost their beginning" in capsys.readouterr().out) == (n_cut > 0)
+        assert ("57 contexts were too long" in capsys.readouterr().out) == (n_cut > 0)
 
 
 @pytest.mark.parametrize(

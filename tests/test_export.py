@@ -539,7 +539,7 @@ Q = "encoder.layers.2.attention.qkv_proj.weights.0"
         ({"classifier.pre_norm.weight": torch.ones(1, 64)}, "norm.weight"),
         ({"model." + Q: torch.ones(64, 64)}, f"{Q} twice"),
         ({"step": 3}, "cannot turn"),
-        ({"x": Bomb()}, "holds no weights, or more than weights"),
+        ({"x": Bomb()}, "has no weights, or something besides weights"),
     ],
 )
 def test_another_state_dict_is_refused_in_one_line(
@@ -575,7 +575,7 @@ def test_a_damaged_file_or_tokenizer_is_refused(small, tmp_path, monkeypatch):
     tokenizers.Tokenizer(tokenizers.models.BPE()).save("other/tokenizer.json")
 
     messages = dict.fromkeys(
-        ["executable", "text", "hostile", "damaged.safetensors"], "holds no weights"
+        ["executable", "text", "hostile", "damaged.safetensors"], "has no weights"
     )
     messages |= {"absent": "No such file", "list": "list", "alone/good": "alone/tokenizer.json"}
     messages |= {"broken/good": "cannot turn", "other/good": "<mask>"}
