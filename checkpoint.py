@@ -223,9 +223,9 @@ def load_model(path, device="auto", dtype="auto"):
     return Trained(model, tokenizer, special, settings, checkpoint)
 
 
-# ---- the paper's overfitted runs -----------------------------------------------------------------
+# ---- does a run overfit? -------------------------------------------------------------------------
 def overfits(records, objective):
-    """Return whether a run overfits in "ar" or "md": the paper's footnote, with a margin of 2%.
+    """Return whether a run overfits in "ar" or "md", by the paper's footnote with a 2% margin.
 
     It does if, at some point after its minimum, the held-out loss is more than 2% above it while
     the training loss (the mean since the last validation) is below its value at that minimum.

@@ -206,13 +206,13 @@ def check(s):
     both_open = s.max_steps == 0 and s.repetitions == 0
     ensure(not both_open, "repetitions", "above 0 if max_steps is 0: one follows from the other")
     even_heads = s.n_embd % (2 * s.n_head) == 0
-    ensure(even_heads, "n_embd", f"n_head {s.n_head} times an even number (rotary pairs)")
+    ensure(even_heads, "n_embd", f"a multiple of {2 * s.n_head}, twice n_head (rotary pairs)")
     ensure(s.n_layer <= 1000, "n_layer", "at most 1000")
     lower = max(s.batch_size // s.micro_batch_size, 1) * s.micro_batch_size
     upper = lower + s.micro_batch_size
     whole_slots = s.batch_size == lower
     ensure(whole_slots, "batch_size", f"a multiple of micro_batch_size: {lower} or {upper}")
-    ensure(2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens {s.eval_tokens}")
+    ensure(2 <= s.seq_len <= s.eval_tokens, "seq_len", f"from 2 to eval_tokens, {s.eval_tokens}")
     ensure(s.decay <= 1, "decay", "a share of the steps, from 0 to 1")
     ensure(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16")
     are_steps = re.fullmatch(r"(\d{1,15}(,\d{1,15})*)?", s.milestones)

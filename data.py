@@ -306,7 +306,7 @@ def count_val_windows(corpus, s):
 def count_val_sequences(corpus, s):
     """Return how many sequences a validation scores: at least 8, each with its own mask count.
 
-    If there are few windows, each is read several times: the mean over few counts is not Eq. 4.
+    If there are few windows, each is read several times: few mask counts do not give Eq. 4.
     """
     n = count_val_windows(corpus, s)
     return n * math.ceil(8 / n)

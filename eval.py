@@ -57,7 +57,7 @@ UNCONDITIONAL = "Answer:"  # the context of PMI's second term
 
 MAX_TOKENS = {"cpu": 2**9, "cuda": 2**14}  # tokens in a batch
 MAX_PADDING = 0.05  # share of a row that may be padding
-MAX_BRANCHES = 8  # completions in a row; thousands may share a context, as in BLiMP
+MAX_BRANCHES = 8  # completions in one Row; thousands may share a context, as in BLiMP
 MAX_LOGITS = 2**11  # predictions whose logits exist at once
 CHUNK = 512  # items whose rows are planned together, to bound the memory
 
@@ -526,11 +526,11 @@ def print_report(report):
     combinations = report["combinations"]
     if len(combinations) > 1:
         row = {name: f"{100 * value:.1f}" for name, value in combinations.items()}
-        print_table("pll with either of", {"average, normalized": row})
+        print_table("pll, better of two mask counts", {"average, normalized": row})
 
     modes = next(iter(results.values()))
     if "pll" in modes:
-        print("pll takes the best n of each task, chosen on the test score")
+        print("pll uses the best number of masks for each task, chosen on the test score")
     for mode in modes:
         n_ties = sum(by_mode[mode]["ties"] for by_mode in results.values())
         if n_ties > 0:
@@ -574,12 +574,12 @@ def dump_choice(name, question, choice, log_p):
 def parse_arguments():
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--ckpt", default="", help="a checkpoint, or a run directory (its newest one)")
+    add("--ckpt", default="", help="a checkpoint, or a run directory (for its newest checkpoint)")
     add("--data", default="data/tasks", help="the folder with the tasks (data/tasks)")
     add("--tasks", default="", help=f"some of {','.join(ALL_TASKS)}")
     add("--modes", default="ar,prefix,pll", help=f"some of {','.join(MODES)} (ar,prefix,pll)")
     add("--pll", default="1,6", help="numbers of masks for mode pll (1,6)")
-    add("--mc", type=int, default=0, help="add mode mc, with this many draws (--modes mc: 256)")
+    add("--mc", type=int, default=0, help="add mode mc with this many draws (256 with --modes mc)")
     add("--limit", type=int, default=0, help="documents per subtask (all; 1000 for heldout)")
     add("--context", type=int, default=0, help="heldout: tokens in a context (twice a completion)")
     add("--completion", type=int, default=0, help="heldout: tokens in a completion (up to 32)")
@@ -602,7 +602,7 @@ def parse_arguments():
     if not args.ckpt and not args.dump:
         die("which model? Name a run or a checkpoint, as in: python eval.py --ckpt out/demo")
     if not args.ckpt and "heldout" in args.tasks:
-        die(f"heldout needs --ckpt; {args.data} has no other tasks: run python prepare.py --tasks")
+        die("heldout needs --ckpt; to get the other tasks, run: python prepare.py --tasks")
     if args.ckpt:
         args.ckpt = str(find_checkpoint(args.ckpt))  # once: the run may save another one meanwhile
     for path in filter(None, (args.json, args.dump)):

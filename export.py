@@ -258,7 +258,7 @@ def settings_of(config):
     found = {"rope_type": rope.get("type")} | rope | config
     for name, value in needed.items():
         if found.get(name) not in (None, value):
-            die(f"this {family} has {name} {found[name]}: only {value} can be read")
+            die(f"this {family} has {name} {found[name]}: only {value} is supported")
 
     settings = Settings(
         n_layer=config["num_hidden_layers"],
@@ -304,7 +304,7 @@ def read_state_dict(file):
 def parse_arguments():
     parser = make_parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--ckpt", help="our checkpoint, or a run directory")
+    source.add_argument("--ckpt", help="a nanodual checkpoint, or a run directory")
     source.add_argument("--from_llama", metavar="FOLDER", type=Path, help="a Llama to start from")
     source.add_argument("--from_official", metavar="FILE", type=Path, help="a released model")
     add = parser.add_argument

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-@torch.no_grad()  # compiled code depends on the grad mode: this way validation shares it
+@torch.no_grad()  # compiled code depends on the grad mode; so validation shares training's
 def make_mask(segments, positions, prefix, sparse=False):
     """Return who sees whom: the one rule of attention, in every mode.
 
@@ -275,7 +275,7 @@ class HeadLoss(torch.autograd.Function):
         """h (B, T, D), head (V, D), targets and weights (B, T) -> the loss, and the sum of w CE."""
         W = head.to(h.dtype)
         loss, ce = torch.zeros(2, device=h.device)
-        training = ctx.needs_input_grad[0]  # [1] is for a parameter: true under no_grad too
+        training = ctx.needs_input_grad[0]  # not [1]: always true for a parameter
         if training:
             dh = torch.empty_like(h)
             dW = torch.zeros_like(head)

@@ -185,7 +185,7 @@ def parse(piece, is_json):
     except UnicodeError:
         return "", "is not UTF-8: convert the file from the encoding that it was saved in"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return "", 'is not a line of JSON with a "text"'
+        return "", 'is not a JSON object with a string "text"'
     return text, ""
 
 
@@ -320,7 +320,7 @@ def make_encoder(tokenizer, dtype):
     pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: both encoders release the GIL
 
     def encode_text(text):
-        # tiktoken gives up on a million spaces; old versions are slow on endless words.
+        # tiktoken gives up on a million spaces; old versions are slow on very long words.
         if coder and not has_long_run(text):
             return coder.encode_to_numpy(text, disallowed_special=()).astype(dtype)
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -459,7 +459,7 @@ def parse_arguments():
     if args.vocab_size is not None and not smallest <= args.vocab_size <= 65535:
         die(f"--vocab_size must be from {smallest} to 65535")
     if not 0 <= args.val_fraction < 1:
-        die("--val_fraction must be at least 0 (one document) and less than 1")
+        die("--val_fraction must be at least 0 (holds out one document) and less than 1")
     return args
 
 

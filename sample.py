@@ -116,7 +116,7 @@ def fill(model, special, tokens, generator, args):
     """Replace the masks in tokens (B, T) in args.steps steps, the same number in each.
 
     Yield the tokens after each step. A step first chooses places, by args.order and the
-    distribution without temperature, then draws their tokens. One mask a step in random order is
+    distribution at temperature 1, then draws their tokens. One mask a step in random order is
     exactly any-order autoregressive sampling.
     """
     device = model.embed.weight.device

@@ -352,7 +352,8 @@ def check_alike(runs, results):
         # With max_steps = 0, the number of steps follows from R.
         differing = {flag for flag in differing if not flag.startswith("--max_steps=")}
     if differing:
-        die(f"only R, alpha and seed may differ; {results} mixes {' '.join(sorted(differing))}")
+        names = " ".join(sorted(differing))
+        die(f"only R, alpha and seed may differ; some runs in {results} lack {names}")
 
 
 def print_lines(args):
@@ -426,7 +427,7 @@ def format_mean(column, values, of_the_mean):
 
 # ---- fit: the paper's Gaussian process, Section 5.2 ----------------------------------------------
 def print_fit(args):
-    """Print where the fitted surface is best for each R, and where that could be instead (90%)."""
+    """Print the best alpha of the fitted surface for each R, and a 90% interval for it."""
     runs, columns = select_runs(args)
     check_alike(runs, args.results)
     Rs = sorted({run.repetitions for run in runs})
@@ -452,7 +453,7 @@ def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
         runs = [run for run in runs if run.alpha < 1]
     n_alphas_run = len({run.alpha for run in runs})
     if len(runs) < 5 or n_alphas_run < 2:
-        die(f"a fit of '{column}' needs 5 runs and 2 alphas; it has {len(runs)} and {n_alphas_run}")
+        die(f"a fit of '{column}' needs 5 runs and 2 alphas; got {len(runs)} and {n_alphas_run}")
 
     from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
@@ -737,7 +738,7 @@ def main():
     add("--eval", type=shlex.split, default=[], help='run: flags for eval.py, such as "--limit 8"')
     add("--target", type=list_of(str), help="columns to show, such as val_ar,acc_pll")
     add("--against", type=list_of(Fraction), default=[1], help="table: alphas to compare with (1)")
-    add("--out", type=Path, help="plot: folder for the figures (with the results)")
+    add("--out", type=Path, help="plot: folder for the figures (next to the results)")
 
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])

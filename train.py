@@ -40,7 +40,7 @@ from muon import Muon
 
 # ---- settings, device, ranks ---------------------------------------------------------------------
 if not sys.argv[1:]:
-    die("which run? Name a config file; first: python prepare.py && python train.py config/demo.py")
+    die("which run? Name a config file, as in: python prepare.py && python train.py config/demo.py")
 named = read_settings(sys.argv[1:], __doc__)  # what config files and flags set
 s = make_settings(named)
 device, dtype = choose_device(s.device, s.dtype)

@@ -65,5 +65,5 @@ python sweep.py table --results assets/parity.jsonl --target val_ar,val_ar_best,
 python sweep.py fit --results assets/parity.jsonl --target val_ar,acc_ar,acc_pll6,logp_pll6
 python sweep.py plot --results assets/parity.jsonl --target val_ar,acc_pll6 --out out/readme
 python sweep.py plot --results assets/parity.jsonl --target acc_ar,val_md,logp_pll6 --out out/notes
-# Last, because the maps come with curves of all R.
+# This comes last, because the first plot above also writes out/readme/curves_R128.png.
 python sweep.py plot --results assets/parity_226k.jsonl --repetitions 128 --alphas 0,1/4,1 --out out/readme

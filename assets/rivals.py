@@ -1,5 +1,5 @@
 """
-Print what the mix is worth against MD alone, and against AR alone in all its forms.
+Print how the mix compares with MD alone, and with AR alone in all its forms.
 
     python assets/rivals.py        # reads the runs in assets/
 
@@ -23,7 +23,7 @@ CASES = [  # width, its steps, R, the alpha of the mix
 
 
 def name_of(run, width, n_steps, R):
-    """Return what distinguishes a run of this size on the text for this R; None for other runs."""
+    """Return a name for a run of this size on the text of this R, or None for any other run."""
     named = dict(re.findall(r"--(\w+)=(\S+)", run["settings"]))
     if int(named.get("n_embd", 48)) != width:  # 48 as in config/parity.py
         return None

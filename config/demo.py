@@ -1,4 +1,4 @@
-# The whole code path in minutes on a laptop CPU:
+# This runs the whole code path in minutes on a laptop CPU:
 #   python prepare.py && python train.py config/demo.py
 # 4 slots of 8 sequences x 256 tokens = 8,192 tokens a step,
 # 240 steps = 2.0M tokens of Python's own documentation.

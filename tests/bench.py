@@ -5,8 +5,9 @@ Measure how fast this project is, as ratios of times that anyone can check on an
     python tests/bench.py --only training,head --rounds 3
     python tests/bench.py --only cost --devices 8 --peak_flops 989e12 --mfu 0.4   # only arithmetic
 
-Each part times our way of doing something against another: the plain form, or a library's. The two
-take turns, and the median counts. This needs requirements-dev.txt; `evaluation` reads data/tasks.
+Each part compares our way of doing something with another: the plain form, or a library's. The two
+take turns, and the median counts. "A: speed of B" is the speed of A divided by that of B. This
+needs requirements-dev.txt; `evaluation` reads data/tasks.
 """
 
 import argparse
@@ -267,9 +268,9 @@ def muon(args):
         torch.multiprocessing.spawn(measure_rank, (args.rounds, SMALL, folder), nprocs=2)
         ratios = [json.loads(Path(folder, rank).read_text()) for rank in ("0", "1")]
     time_ratio, memory_ratio = np.max(ratios, axis=0)
-    name = "Muon.step on 2 ranks of one thread"
-    yield Row(f"{name}: time of each doing all", time_ratio, "<= 0.55")
-    yield Row(f"{name}: momentum of each doing all", memory_ratio, "<= 0.5")
+    name = "Muon.step on 2 ranks, one thread each"
+    yield Row(f"{name}: time if each does everything", time_ratio, "<= 0.55")
+    yield Row(f"{name}: momentum if each does everything", memory_ratio, "<= 0.5")
 
 
 # ---- head and loss -------------------------------------------------------------------------------
@@ -441,7 +442,7 @@ def evaluation(args, folder="data/tasks", n=8):
     )
     name = f"{n} documents each of ARC-Easy, HellaSwag, MMLU"
     yield Row(f"ar on {name}: speed of a plain scorer", t.plain_ar / t.ar, ">= 3")
-    what = "pll on every 16th choice of them: speed of one row at a time"
+    what = "pll on every 16th of their choices: speed of one row at a time"
     yield Row(what, t.plain_pll / t.pll, ">= 3")
 
 
@@ -499,8 +500,8 @@ def cost(args):
     tables = 2 * s.vocab_size * D  # embedding and head
     norms = (2 * s.n_layer + 1) * D
     numbers = {
-        "weights, as of gradients": matrices + tables + norms,
-        "Muon's momentum, in hosts of 8": matrices / min(n, 8),
+        "weights (gradients take as much)": matrices + tables + norms,
+        "Muon's momentum, with 8 devices a host": matrices / min(n, 8),
         "AdamW's two moments": 2 * (tables + norms),
         "logits of a sequence": s.seq_len * s.vocab_size,
     }
@@ -536,7 +537,7 @@ def parse_arguments():
     flag("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (all)")
     flag("--rounds", type=int, default=7, help="how often everything is timed (7)")
     flag("--json", default="", help="a file to write the table to")
-    flag("--devices", type=int, default=1, help="for cost: how many share the work (1)")
+    flag("--devices", type=int, default=1, help="for cost: how many devices share the work (1)")
     flag("--peak_flops", type=float, default=0.0, help="for cost: FLOP/s of a device")
     flag("--mfu", type=float, default=0.4, help="for cost: the share of them that is used (0.4)")
     args = parser.parse_args()
@@ -545,7 +546,7 @@ def parse_arguments():
         if name not in PARTS:
             die(f"no part '{name}'{suggest(name, list(PARTS))}")
     if min(args.devices, args.rounds) < 1:
-        die("--devices and --rounds are at least 1")
+        die("--devices and --rounds must be at least 1")
     return args
 
 

@@ -183,7 +183,7 @@ def corpora(folder):
         # A compressed file has checksums, but they do not cover its name, or data outside members.
         if kind in (".jsonl.gz", ".jsonl.zst") and records is lines:
             copies = len(found) // len(texts)
-            assert found == texts * copies, "another text, and nobody noticed"
+            assert found == texts * copies, "the text has changed, and nobody noticed"
 
     return read
 
@@ -418,7 +418,7 @@ def released_models(folder):
 
 
 def llama_folders(folder):
-    """Import a Llama folder of transformers."""
+    """Import a Llama folder in the format of transformers."""
     place = folder / "llama"
     place.mkdir(exist_ok=True)
     checkpoint_path = folder / "small.pt"

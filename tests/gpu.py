@@ -201,7 +201,7 @@ def compare_small_runs(table, folder):
     table.judge_difference("small run, fp32, against CPU", largest_difference(gpu, cpu), 1e-3)
     gpu, usage = train(folder, "gpu", **SMALL)
     table.judge_difference("small run, bf16, against CPU", largest_difference(gpu, cpu), 1e-2)
-    # The block with and without gradients, the mask, the loss.
+    # The four graphs: the block with and without gradients, the mask, the loss.
     found = f"{usage['graphs']} graphs, {usage['breaks']} breaks"
     passed = usage["graphs"] == 4 and usage["breaks"] == 0
     table.judge("small run, compiled", found, "4 graphs, 0 breaks", passed)
@@ -276,7 +276,7 @@ def measure_paper(table, folder, n_gpus=1):
         utilization = speed * flops_per_token(s) / (n_gpus * peaks[0])
         table.note(f"{label}: MFU", f"{utilization:.1%} of {peaks[0] / 1e12:.0f} TFLOP/s")
     first = settings["batch_size"] * s.seq_len / records[0]["tok_per_s"]
-    table.note(f"{label}: seconds of the first step, with compiling", f"{first:.0f}")
+    table.note(f"{label}: seconds for the first step, with compilation", f"{first:.0f}")
     table.note(f"{label}: seconds in all", f"{seconds:.0f}")
     found = f"{usage['allocated']:.1f}, {usage['reserved']:.1f} reserved"
     needed = MEMORY[size]

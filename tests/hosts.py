@@ -1,5 +1,5 @@
 """
-Train on two hosts that are one machine: two network namespaces, joined by a cable that can be cut.
+Train on two hosts simulated on one machine: network namespaces, joined by a cable that can be cut.
 
     python tests/hosts.py
 
@@ -86,7 +86,7 @@ def start(folder, port, **settings):
         launcher = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
         launcher += ["--nnodes=2", "--nproc_per_node=2", f"--local_addr={address}"]
         launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[RENDEZVOUS]}:{port}"]
-        # The two share a machine and its name, so each must be told if it hosts the rendezvous.
+        # The two share a machine name, so each must be told whether it hosts the rendezvous.
         is_host = name == RENDEZVOUS
         launcher += [f"--rdzv_id={port}", f"--rdzv_conf=join_timeout=60,is_host={is_host}"]
         fault = json.dumps(["group_timeout", 20])
@@ -175,7 +175,7 @@ def cut_the_cable(folder):
     step = newest(out)["step"]
     print(
         f"cable cut: all ranks had ended after {seconds:.0f} s, torchrun with status {status}; "
-        f"the last checkpoint is of step {step}"
+        f"the last checkpoint is that of step {step}"
     )
     assert status != 0
     assert 0 < step < SETTINGS["max_steps"] and step % SETTINGS["save_interval"] == 0
@@ -198,7 +198,7 @@ def continue_after_the_cut(folder, step):
 def main():
     try:
         if not shutil.which("ip"):
-            raise OSError("no command `ip`, of the package iproute2")
+            raise OSError("the command `ip` (package iproute2) is missing")
         set_up()
     except OSError as error:
         print(f"skipped: this machine does not let us make network namespaces ({error})")

@@ -4,11 +4,11 @@ Run the GPU's kernels without a GPU, and compare what they compute with the plai
     pip install -r tests/requirements-interpret.txt    # Triton, beside the CPU build of torch
     python tests/interpret.py                          # two minutes on one core
 
-Inductor is made to take the CPU for an H100. The kernels that it generates, those of the compiled
-blocks, of FlexAttention forward and backward, of its block mask, of the fused loss and of the
-padded casts to bf16, run in Triton's interpreter; the matrix products between them are the CPU's.
+Inductor is made to take the CPU for an H100. It generates kernels for the compiled blocks,
+FlexAttention forward and backward, its block mask, the fused loss and the padded casts to bf16.
+They run in Triton's interpreter; the matrix products between them run on the CPU.
 
-1. The loss and every gradient, for AR, MD and a prefix, in fp32 and in bf16.
+1. The loss and every gradient, for AR, MD and a prefix in fp32, and for a prefix in bf16.
 2. Controls: the same comparison must fail if the compiled model has a fault.
 3. Three steps of train.py: accumulation, clipping, Muon, AdamW, validation, checkpoint.
 

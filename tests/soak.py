@@ -143,7 +143,7 @@ class KillSeries:
             f"{self.kills.total()} kills {dict(self.kills)} of {self.runs} runs on "
             f"{', '.join(map(str, self.worlds))} processes in turn: {self.damaged} damaged "
             f"checkpoints, all ended within {self.slowest_end:.1f} s, "
-            f"the weights of all checkpoints left differ by {self.difference:.1e}"
+            f"the weights of the checkpoints left differ by at most {self.difference:.1e}"
         )
 
     def kill(self, n_kills, say=None):
@@ -231,7 +231,7 @@ class KillSeries:
         distance = max(difference(self.peace.weights[step], weights[step]) for step in STAY)
         self.difference = max(self.difference, distance)
         if self.worlds == (1,):
-            assert distance == 0 and losses == self.peace.losses, f"{out} is another run"
+            assert distance == 0 and losses == self.peace.losses, f"{out} is not bit-identical"
         assert distance <= 1e-4, f"{out} differs by {distance}"
 
 
@@ -311,17 +311,17 @@ def main():
     )
     flag = parser.add_argument
     flag("parts", nargs="*", metavar="PART", help="kills, inputs or exits (all of them)")
-    flag("--kills", type=int, default=60, help="how many, a third of them of several ranks (60)")
+    flag("--kills", type=int, default=60, help="how many kills, a third on several ranks (60)")
     flag("--inputs", type=int, default=20000, help="how many for each reader (20000)")
     flag("--readers", default=",".join(READERS), help="only these (all)")
-    flag("--runs", type=int, default=300, help="how many of each script must exit well (300)")
-    flag("--at_once", type=int, default=4, help="how many of them at a time (4)")
-    flag("--seed", type=int, default=1, help="other kills and other damage (1)")
+    flag("--runs", type=int, default=300, help="how many runs of each script to finish (300)")
+    flag("--at_once", type=int, default=4, help="how many of these runs at a time (4)")
+    flag("--seed", type=int, default=1, help="another seed gives other kills and damage (1)")
     args = parser.parse_args()
     chosen = args.parts or list(parts)
     for part in chosen:
         if part not in parts:
-            parser.error(f"no part '{part}'; there are: {', '.join(parts)}")
+            parser.error(f"no part '{part}'; available: {', '.join(parts)}")
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         prepare_corpus(folder)

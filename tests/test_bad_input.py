@@ -182,7 +182,7 @@ SETTINGS = {
     "rate too long": train("'learning_rate' must be from 0 to 1e15", learning_rate="1" + "0" * 400),
     "nested too deeply": train("--seed: expected int", seed="-" * 9999 + "1"),
     "too many layers": train("'n_layer' must be at most 1000", n_layer=10**12),
-    "too little to validate": train("'seq_len' must be from 2 to eval_tokens 31", eval_tokens=31),
+    "too little to validate": train("'seq_len' must be from 2 to eval_tokens, 31", eval_tokens=31),
     "unknown device": train("this machine has no 'gpu', only: ", device="gpu"),
     "nothing asked for": script("train.py", "which run?"),
     "no such config": script("train.py config/demmo.py", "no config file 'config/demmo.py'"),
@@ -512,7 +512,7 @@ def test_damaged_scores_of_an_earlier_evaluation_are_computed_again(launcher, fi
     assert tables[1].endswith(tables[0])
 
 
-def test_output_that_cannot_be_encoded_is_no_error(finished):
+def test_output_that_cannot_be_encoded_is_not_an_error(finished):
     """±, or whatever an untrained model says."""
     run("eval.py", *EVALUATE, cwd=finished, PYTHONIOENCODING="ascii")
 

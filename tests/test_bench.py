@@ -34,8 +34,8 @@ def test_the_cost_is_that_of_the_papers_model(tmp_path):
     # do QK and AV, over 2,048 keys or half of them.
     products = 6 * (matrices + paper.head.weight.numel())
     expected = {
-        "weights, as of gradients: GB on each of 8 devices": 4 * total / 1e9,
-        "Muon's momentum, in hosts of 8: GB on each of 8 devices": 4 * matrices / 8 / 1e9,
+        "weights (gradients take as much): GB on each of 8 devices": 4 * total / 1e9,
+        "Muon's momentum, with 8 devices a host: GB on each of 8 devices": 4 * matrices / 8 / 1e9,
         "AdamW's two moments: GB on each of 8 devices": 8 * (total - matrices) / 1e9,
         "logits of a sequence: GB on each of 8 devices": 4 * 2048 * 51200 / 1e9,
         "AR: GFLOPs a token": (products + 24 * 6 * 2 * 1024 * 1024) / 1e9,
@@ -50,7 +50,7 @@ def test_the_cost_is_that_of_the_papers_model(tmp_path):
     "flags, message",
     [
         (["--only", "cost,decodng"], "no part 'decodng', did you mean 'decoding'?"),
-        (["--only", "cost", "--devices=0"], "--devices and --rounds are at least 1"),
+        (["--only", "cost", "--devices=0"], "--devices and --rounds must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line(flags, message, monkeypatch):

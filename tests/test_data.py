@@ -41,7 +41,7 @@ def test_every_token_is_seen_exactly_R_times(R):
 
 
 def test_a_window_is_a_piece_of_the_stream():
-    """Documents are whole but for the one cut to size; the last target is the next first input."""
+    """Documents are whole but for the one cut to size; a window's last token opens the next."""
     stream = make_stream(repetitions=4)
     tokens, starts = traceable_corpus().train
     last_tokens = set(tokens[starts[1:].astype(int) - 1].tolist())

@@ -506,7 +506,7 @@ def test_ties_share_the_point(given, gold, expected):
 
 
 def test_a_model_without_an_opinion_solves_half_of_blimp(trained, tmp_path, monkeypatch, capsys):
-    """Its right answer always comes first."""
+    """The right answer always comes first in BLiMP."""
     model = random_model(tiny_settings()).eval()
     torch.nn.init.zeros_(model.head.weight)
     documents = [document("", ["It is.", "It am."], subtask=name) for name in "aabb"]
@@ -563,7 +563,7 @@ def test_nothing_is_printed_where_there_is_no_standard_error(
         assert all(result["stderr"] is None for result in row.values())
 
 
-def test_differences_to_ar_are_paired():
+def test_differences_from_ar_are_paired():
     """Both modes vary a lot from question to question; their difference hardly varies."""
     rng = default_rng(0)
     questions = [make_question(["a", "b"], number=number) for number in range(50)]
@@ -730,7 +730,7 @@ def test_heldout_alone_has_no_average(checkpoint, tmp_path, monkeypatch, capsys)
     assert json.loads((tmp_path / "j").read_text())["average"] == {}
 
 
-def test_heldout_prints_differences_to_ar_with_their_errors(
+def test_heldout_prints_differences_from_ar_with_their_errors(
     checkpoint, tmp_path, monkeypatch, capsys
 ):
     flags = ["--ckpt", checkpoint, "--tasks", "heldout", "--limit", 5, "--completion", 4]

@@ -190,7 +190,7 @@ def test_a_mistake_is_named(flags, message, tmp_path, monkeypatch):
     assert sorted(os.listdir()) == ["run", "weightless"]
 
 
-def test_a_failed_export_leaves_nothing_and_no_rest_gets_into_the_next(
+def test_a_failed_export_leaves_nothing_and_no_leftover_gets_into_the_next(
     exported, tmp_path, monkeypatch
 ):
     def leave_a_rest():
@@ -373,7 +373,7 @@ def test_training_starts_at_the_ar_loss_of_a_llama_and_its_md_loss_falls(corpus,
         ({"num_attention_heads": 3}, "head_dim 16: only 21"),
     ],
 )
-def test_what_the_model_has_not_is_refused_in_one_line(changes, message, tmp_path):
+def test_what_the_model_lacks_is_refused_in_one_line(changes, message, tmp_path):
     save_llama(tmp_path / "llama")
     path = tmp_path / "llama" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

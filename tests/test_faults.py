@@ -338,7 +338,7 @@ def test_the_same_seed_gives_the_same_bits(launcher, folder, corpus):
 
 # ---- inputs --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("reader", READERS)
-def test_damaged_and_hostile_inputs_are_read_rightly_or_refused(reader, folder):
+def test_damaged_and_hostile_inputs_are_read_correctly_or_refused(reader, folder):
     """In one line, without a hang, and nothing in them is executed."""
     results, refusals = fuzz(folder, [reader], 150, seed=0)[reader]
     assert results > 0 and refusals > 0

@@ -64,7 +64,7 @@ def test_choices_share_a_context_and_are_blind_to_each_other():
     expected[6:10, 6:10] = torch.ones(4, 4).tril() > 0
     expected[10:, 10:] = torch.ones(6, 6).tril() > 0
     assert torch.equal(reach(0, SHARED, positions), expected)
-    # and a packed choice has the states it has alone
+    # and a packed choice has the same states as alone
     model = random_model(tiny_settings())
     packed = model.hidden(TOKENS, make_mask(SHARED, positions, torch.tensor([0])), positions)[
         0, 10:
@@ -130,7 +130,7 @@ def test_validation_saves_nothing_for_a_backward_pass(monkeypatch):
 
 
 def test_a_cache_changes_nothing():
-    """Tokens one by one, with keys and values kept, have the states they have all at once."""
+    """Tokens one by one, with keys and values kept, have the same states as all at once."""
     model = random_model(tiny_settings())
     mask = make_mask(torch.ones_like(TOKENS), POSITIONS, torch.tensor([5]))
     expected = model.hidden(TOKENS, mask, POSITIONS)

@@ -356,13 +356,13 @@ def test_the_challenge_scores_as_eval_does(folders, tokenizer, backend, mode):
 
 @torch.no_grad()
 def test_the_challenge_predicts_a_word_before_masks(folders, masked, tokenizer):
-    """Its reading task puts <mask> after a text: these are masks; the row before them counts."""
+    """Its reading task puts <mask>s after a text, and reads the row before the first of them."""
     inputs = tokenizer("Da mor" + 3 * tokenizer.mask_token, return_tensors="pt")
     assert inputs.input_ids[0, -3:].tolist() == [MASK] * 3
     p = masked(**inputs).logits[0, -4].log_softmax(-1)
     context = tokenizer("Da mor").input_ids
     word = tokenizer(" bedi", add_special_tokens=False).input_ids
-    item = context, [word[0], 20, 20]  # by the chain rule, its first factor is what is read
+    item = context, [word[0], 20, 20]  # the chain rule's first factor is what is read
     first_factor = scores_of(folders[0], [item])["chain"][0]
     later = scores_of(folders[0], [(context + word[:1], [20, 20])])["chain"][0]
     assert p[word[0]].item() == pytest.approx(first_factor - later, abs=1e-4)

@@ -164,7 +164,7 @@ def train_by_slots(rank, world):
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    """What train_by_slots returns on 4 ranks that take themselves for 1, 2 and 4 hosts."""
+    """What train_by_slots returns on 4 ranks that act as 1, 2 and 4 hosts in turn."""
     folder = tmp_path_factory.mktemp("ranks")
     torchrun(4, "tests/test_muon.py", str(folder / "ends.pt"), cwd=folder)  # ends without an abort
     return torch.load(folder / "ends.pt")

@@ -398,7 +398,7 @@ def test_memory_grows_by_64_bytes_a_document_at_most(monkeypatch):
 
 # ---- which settings suit how much text -----------------------------------------------------------
 def test_the_next_command_fits_the_corpus(tmp_path, plain, monkeypatch):
-    """Its path is quoted, and it is not refused."""
+    """The path in it is quoted, and train.py accepts its settings."""
     monkeypatch.chdir(tmp_path)
     out = "data/my text"
     printed = run_prepare("--input", plain / "text.jsonl", "--out", out, "--vocab_size", 400)
@@ -801,7 +801,7 @@ GOOD = jsonl(prose(1000))
 LATIN1 = "déjà vu".encode("latin-1")
 JAPANESE = "日本語の文章\n".encode("shift_jis")
 ARRAY = json.dumps([{"text": text} for text in prose(9)]).encode()
-NOT_JSON = 'the first: .*x.jsonl, line 1, is not a line of JSON with a "text"'
+NOT_JSON = 'the first: .*x.jsonl, line 1, is not a JSON object with a string "text"'
 NOT_UTF8 = (
     "1 of 1 documents are malformed, the first: .*x.*, line 1, is not UTF-8: convert the file"
 )

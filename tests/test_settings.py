@@ -257,15 +257,15 @@ def test_mistakes_in_a_file(config, capsys, text, phrase):
         ("--n_layer=1e-1", "argument --n_layer: expected int, got '1e-1'"),
         ("--decay=1.5", "'decay' must be a share of the steps, from 0 to 1; got 1.5"),
         ("--milestones=1,x", "'milestones' must be comma-separated steps"),
-        ("--n_embd=100", "'n_embd' must be n_head 16 times an even number"),
-        ("--n_embd=48", "'n_embd' must be n_head 16 times an even number"),
+        ("--n_embd=100", "'n_embd' must be a multiple of 32, twice n_head"),
+        ("--n_embd=48", "'n_embd' must be a multiple of 32, twice n_head"),
         (
             "--batch_size=2001",
             "'batch_size' must be a multiple of micro_batch_size: 2000 or 2008; got 2001",
         ),
         ("--batch_size=5", "'batch_size' must be a multiple of micro_batch_size: 8 or 16; got 5"),
-        ("--seq_len=1", "'seq_len' must be from 2 to eval_tokens 4194304; got 1"),
-        ("--eval_tokens=2047", "'seq_len' must be from 2 to eval_tokens 2047; got 2048"),
+        ("--seq_len=1", "'seq_len' must be from 2 to eval_tokens, 4194304; got 1"),
+        ("--eval_tokens=2047", "'seq_len' must be from 2 to eval_tokens, 2047; got 2048"),
         ("--dtype=float16", "'dtype' must be auto, float32 or bfloat16; got float16"),
         ("config/dmo.py", "no config file 'config/dmo.py', did you mean 'config/demo.py'?"),
         ("config", "'config' is not a config file; to continue the run in it: --resume"),
@@ -285,7 +285,7 @@ def test_a_missing_file_where_there_is_no_config_folder(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     "name", [name for name in FIELDS if type(getattr(Settings(), name)) in (int, float)]
 )
-def test_numbers_that_are_none_are_refused_by_name(name, capsys):
+def test_values_that_are_not_numbers_are_refused_by_name(name, capsys):
     for value in ("-1", "1e999", "-1e999", "1e16"):
         assert name in refused(capsys, f"--{name}={value}")
     for value in (float("nan"), float("inf"), -0.5):
@@ -477,7 +477,7 @@ def test_what_the_machine_lacks_is_one_line(error, line):
     assert end.value.code == line
 
 
-def test_a_closed_pipe_is_no_message(tmp_path):
+def test_a_closed_pipe_prints_no_message(tmp_path):
     """As in `sweep.py table | head`."""
     code = (
         f"import sys; sys.path.insert(0, {ROOT!r}); import errors; sys.excepthook = errors.report"

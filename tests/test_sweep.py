@@ -269,11 +269,11 @@ def test_runs_of_other_settings_are_not_mixed(tmp_path, call, command):
             record["settings"] += " --weight_decay=0.3"
     path = write_lines(tmp_path / "r.jsonl", records)
     message = message_of(call, command, "--results", path)
-    assert "mixes --weight_decay=0.3" in message
+    assert "lack --weight_decay=0.3" in message
     call(command, "--results", path, "--repetitions", "8,16,32", "--target", "val_ar")
 
 
-def test_steps_that_follow_from_repetitions_are_no_other_settings(tmp_path, call):
+def test_steps_that_follow_from_repetitions_are_not_other_settings(tmp_path, call):
     """With max_steps = 0 all of the text is read R times. Two lengths at one R are two settings."""
     records = made_up_records()
     for record in records:
@@ -282,7 +282,7 @@ def test_steps_that_follow_from_repetitions_are_no_other_settings(tmp_path, call
     call("fit", "--results", path, "--target", "val_ar")
     records[0]["settings"] = "--max_steps=7 --n_embd=48"
     write_lines(path, records)
-    assert "mixes --max_steps=160" in message_of(call, "fit", "--results", path)
+    assert "lack --max_steps=160" in message_of(call, "fit", "--results", path)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def test_a_fit_finds_the_known_optimum(results, call, capsys, column):
     """A loss is minimized and a score maximized, with honest intervals."""
     call("fit", "--results", results, "--target", column)
     output = capsys.readouterr().out
-    assert f"{column}: R^2 1.0" in output and "one level" not in output
+    assert f"{column}: R^2 1.0" in output and "removed" not in output
     optima = printed_fit(output)
     assert list(optima) == [8, 16, 32, 64]
     for R, (alpha, low, high) in optima.items():
@@ -543,7 +543,7 @@ def test_what_seeds_differ_by_is_taken_out(tmp_path, call, capsys):
     path = write_lines(tmp_path / "r.jsonl", records)
     call("fit", "--results", path, "--target", "val_ar")
     output = capsys.readouterr().out
-    assert "one level: seed 1 +0.000, seed 2 -1.99" in output and "seed 3 +1.99" in output
+    assert "removed: seed 1 +0.000, seed 2 -1.99" in output and "seed 3 +1.99" in output
     for R, (_, low, high) in printed_fit(output).items():
         assert low - 0.02 <= sweep.alpha_at(best_log_odds(R)) <= high + 0.02
 

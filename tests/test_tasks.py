@@ -221,7 +221,11 @@ def replace_line(name, number, text):
         ("piqa", remove("valid.jsonl"), "0 files valid.jsonl"),
         ("piqa", remove("valid-labels.lst"), "valid-labels.lst"),
         ("piqa", write("valid-labels.lst", "0\n"), "record 2 is wrong"),
-        ("piqa", write("valid-labels.lst", "0\n2\n0\n"), "record 2 is wrong.*number 2 of"),
+        (
+            "piqa",
+            write("valid-labels.lst", "0\n2\n0\n"),
+            "record 2 is wrong.*no choice 2 .from 0. in",
+        ),
         ("piqa", cut("valid.jsonl", 30), "record 3 is wrong"),
         ("piqa", write("valid.jsonl", ""), "0 records"),
         ("blimp", remove("sub_05.jsonl"), "66 files"),
