@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -320,24 +321,23 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     source = args.ckpt or args.from_llama or args.from_official
-    temporary = args.out.with_name(args.out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
-    temporary.mkdir(parents=True)
-    try:
-        if args.ckpt:
-            trained = load_model(args.ckpt, "cpu", "float32")
-            if trained.settings.extra_head:
-                die(f"{args.ckpt} has the head of the released models, which is not a Llama's")
-            write_llama(trained, args.dtype, temporary)
-        elif args.from_llama:
-            import_llama(args.from_llama, temporary)
-        else:
-            import_released(args.from_official, temporary)
-        temporary.rename(args.out)
-    except Exception as error:  # a damaged file, a full disk: each library raises its own type
-        die(f"cannot turn {source} into {args.out}: {type(error).__name__}: {error}"[:500])
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=args.out.parent) as parent:
+        folder = Path(parent, "model")
+        folder.mkdir()
+        try:
+            if args.ckpt:
+                trained = load_model(args.ckpt, "cpu", "float32")
+                if trained.settings.extra_head:
+                    die(f"{args.ckpt} has the head of the released models, which is not a Llama's")
+                write_llama(trained, args.dtype, folder)
+            elif args.from_llama:
+                import_llama(args.from_llama, folder)
+            else:
+                import_released(args.from_official, folder)
+            folder.rename(args.out)
+        except Exception as error:  # a damaged file, a full disk: each library raises its own type
+            die(f"cannot turn {source} into {args.out}: {type(error).__name__}: {error}"[:500])
     print(f"wrote {args.out}")
 
 

@@ -185,7 +185,7 @@ def parse(piece, is_json):
     except UnicodeError:
         return "", "is not UTF-8: convert the file from the encoding that it was saved in"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return "", 'is not a JSON object with a string "text"'
+        return "", 'is not a JSON object with a string "text" (each line must be one)'
     return text, ""
 
 
@@ -507,6 +507,8 @@ def main():
     out = Path(args.out or EMBEDDED)
     if out.is_file():
         die(f"--out {out} is a file: name a folder")
+    if (out / "meta.json").exists():
+        print(f"this will replace the text that was prepared in {out} earlier")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=out) as folder:
         folder = Path(folder)
@@ -518,8 +520,6 @@ def main():
             paths[paths.index("-")] = save_standard_input(folder)
 
         meta = prepare(paths, len(val_files), folder, args)
-        if (out / "meta.json").exists():
-            print(f"replacing the text that was prepared in {out} earlier")
         for name in (*FILES, "meta.json"):  # meta.json last: it has the hashes of the others
             os.replace(folder / name, out / name)
     print(f"{out} is ready. Next: {next_command(out, meta['train']['bytes'])}")

@@ -449,7 +449,7 @@ def import_model(flag, source, target):
             export.main()
         checkpoint.load_model(str(target), "cpu")
     finally:
-        assert not target.with_name(target.name + ".tmp").exists()
+        assert not list(target.parent.glob("unfinished-*"))
 
 
 ODD_SETTINGS = ["1", "0", "-1", "1e5", "1e-5", "1e999", "-1e999", "nan", "inf", "True", "None"]

@@ -190,15 +190,10 @@ def test_a_mistake_is_named(flags, message, tmp_path, monkeypatch):
     assert sorted(os.listdir()) == ["run", "weightless"]
 
 
-def test_a_failed_export_leaves_nothing_and_no_leftover_gets_into_the_next(
-    exported, tmp_path, monkeypatch
-):
-    def leave_a_rest():
-        os.mkdir(tmp_path / "hf.tmp")
-        (tmp_path / "hf.tmp" / "model.bin").write_text("stale")
-
+def test_a_failed_export_leaves_nothing_and_touches_nothing(exported, tmp_path, monkeypatch):
+    (tmp_path / "hf.tmp").mkdir()  # the user's own, with a name that looks temporary
+    (tmp_path / "hf.tmp" / "mine.txt").write_text("a")
     flags = "--ckpt", exported[0], "--out", tmp_path / "hf"
-    leave_a_rest()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # no room for the weights
     try:
@@ -206,11 +201,11 @@ def test_a_failed_export_leaves_nothing_and_no_leftover_gets_into_the_next(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message.startswith("error: cannot turn")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["hf.tmp"]
 
-    leave_a_rest()
     assert call(export, *flags) == f"wrote {tmp_path / 'hf'}\n"
-    assert os.listdir(tmp_path) == ["hf"]
+    assert sorted(os.listdir(tmp_path)) == ["hf", "hf.tmp"]
+    assert os.listdir(tmp_path / "hf.tmp") == ["mine.txt"]
     assert sorted(os.listdir(tmp_path / "hf")) == sorted(os.listdir(exported[1]))
 
     def interrupt(*args):
@@ -219,7 +214,7 @@ def test_a_failed_export_leaves_nothing_and_no_leftover_gets_into_the_next(
     monkeypatch.setattr(export, "model_card", interrupt)  # the last file to be written
     with pytest.raises(KeyboardInterrupt):
         call(export, "--ckpt", exported[0], "--out", tmp_path / "second")
-    assert os.listdir(tmp_path) == ["hf"]
+    assert sorted(os.listdir(tmp_path)) == ["hf", "hf.tmp"]
 
 
 # ---- from a Llama --------------------------------------------------------------------------------

@@ -274,9 +274,9 @@ def test_standard_input_is_json_lines_if_it_begins_so(tmp_path, name):
 
 def test_a_prepared_folder_that_is_replaced_is_said(tmp_path, plain):
     arguments = ["--input", plain / "text.jsonl", "--out", tmp_path, "--vocab_size", 300]
-    assert "replaced" not in run_prepare(*arguments)
+    assert "earlier" not in run_prepare(*arguments)
     printed = run_prepare(*arguments)
-    assert f"replacing the text that was prepared in {tmp_path} earlier" in printed
+    assert f"this will replace the text that was prepared in {tmp_path} earlier" in printed
 
 
 # ---- plain text is cut into documents ------------------------------------------------------------
