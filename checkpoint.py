@@ -85,7 +85,7 @@ def save_checkpoint(content, out_dir, stay=()):
             os.remove(temporary)
         # On a full disk, torch raises a RuntimeError that does not mention the disk.
         reason = error if isinstance(error, OSError) else "is the disk full?"
-        die(f"could not write {name} in {out_dir}; the previous one is intact ({reason})")
+        die(f"could not write {name} in {out_dir}; earlier ones are intact ({reason})")
     for step, file in list_checkpoints(out_dir).items():
         if step < content["step"] and step not in stay:
             os.remove(file)

@@ -283,7 +283,7 @@ RUN_DIRECTORY = {
 
 FULL_DISKS = {
     "at a checkpoint": resume(
-        "could not write ckpt_6.pt in out/run; the previous one is intact",
+        "could not write ckpt_6.pt in out/run; earlier ones are intact",
         unfinished,
         fault=["full_disk", 100_000],
     ),

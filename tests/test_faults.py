@@ -286,7 +286,7 @@ def test_a_full_or_read_only_disk_is_one_line_and_harms_nothing(launcher, folder
         pid = launcher.start("train.py", arguments, folder, output)
         assert launcher.wait(pid) == 1
         (error,) = errors_in(output)
-        assert "could not write ckpt_3.pt in disk/run; the previous one is intact" in error
+        assert "could not write ckpt_3.pt in disk/run; earlier ones are intact" in error
         files = {file: file.read_bytes() for file in (disk / "run").glob("ckpt*")}
         assert {file.name for file in files} == {"ckpt_1.pt", "ckpt_2.pt"}
         assert [read_checkpoint(file)["step"] for file in sorted(files)] == [1, 2]
