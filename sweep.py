@@ -445,7 +445,7 @@ def print_fit(args):
             print(f"{R:4g}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
 
 
-def fit_surface(runs, column, log_R, n_alphas=65, n_samples=5000):
+def fit_surface(runs, column, log_R, n_alphas=129, n_samples=5000):
     """Fit a column over (log2 R, log-odds of alpha), standardized; return it at these log2 R."""
     runs = [run for run in runs if column in run.columns]
     if re.match(r"val_md|logp_(\w+_)?(pll|chain|mc)", column):

@@ -567,10 +567,10 @@ def test_seeds_are_left_alone_where_nothing_says_how_they_differ(tmp_path):
 
 
 def test_the_runs_in_assets_have_the_optima_that_are_claimed(call, capsys):
-    """By AR loss, AR sees each text 25 to 30 times if the text is repeated often."""
+    """By AR loss, AR sees each text 25 to 29 times if the text is repeated often."""
     call("fit", "--results", f"{ROOT}/assets/parity.jsonl", "--target", "val_ar")
     optima = printed_fit(capsys.readouterr().out)
-    for R, exposures in ((32, 25), (64, 30), (128, 29)):
+    for R, exposures in ((32, 25), (64, 29), (128, 29)):
         assert R * optima[R][0] == pytest.approx(exposures, abs=2)
 
 
