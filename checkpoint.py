@@ -85,7 +85,7 @@ def save_checkpoint(content, out_dir, stay=()):
             os.remove(temporary)
         # On a full disk, torch raises a RuntimeError that does not mention the disk.
         reason = error if isinstance(error, OSError) else "is the disk full?"
-        die(f"could not write {name} in {out_dir}; earlier ones are intact ({reason})")
+        die(f"could not write {name} in {out_dir}; no other checkpoint is affected ({reason})")
     for step, file in list_checkpoints(out_dir).items():
         if step < content["step"] and step not in stay:
             os.remove(file)
@@ -118,8 +118,10 @@ def load_checkpoint(path):
         if not {"model", "settings", "step", "tokenizer"} <= set(content):
             raise ValueError("it was not written by train.py or export.py, or has no tokenizer")
         return content
-    except FileNotFoundError:  # a live run has just saved a newer one: load that
-        return load_checkpoint(path)
+    except FileNotFoundError:
+        if find_checkpoint(path) == file:  # a link to a file that is gone
+            raise
+        return load_checkpoint(path)  # a live run has just saved a newer one
     except PermissionError:  # the file itself may be fine
         raise
     except Exception as error:  # zipfile, zlib, struct, pickle and torch raise their own types

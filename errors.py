@@ -46,7 +46,9 @@ def report(kind, error, trace):
     if "out of resource" in str(error):  # Triton's: a kernel needs more than a core's own memory
         sys.exit("error: heads are too wide for this GPU: raise n_head, or use --compile=False")
     if kind.__name__ == "InductorError":  # torch's: for example, g++ is missing or does not work
-        sys.exit(f"error: torch.compile failed: use --compile=False ({str(error).splitlines()[0]})")
+        lines = str(error).splitlines()
+        reason = next((line for line in lines if "error:" in line), lines[0])
+        sys.exit(f"error: torch.compile failed: use --compile=False ({reason})")
     # torch's RuntimeErrors on a CPU, the second one for a size beyond 64 bits
     refusals = ["can't allocate memory", "size calculation overflowed"]
     if isinstance(error, MemoryError) or any(text in str(error) for text in refusals):

@@ -602,7 +602,7 @@ def parse_arguments():
     if not args.ckpt and not args.dump:
         die("which model? Name a run or a checkpoint, as in: python eval.py --ckpt out/demo")
     if not args.ckpt and "heldout" in args.tasks:
-        die("heldout needs --ckpt; to get the other tasks, run: python prepare.py --tasks")
+        die("heldout needs --ckpt; the other tasks need: python prepare.py --tasks")
     if args.ckpt:
         args.ckpt = str(find_checkpoint(args.ckpt))  # once: the run may save another one meanwhile
     for path in filter(None, (args.json, args.dump)):

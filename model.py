@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-@torch.no_grad()  # compiled code depends on the grad mode; so validation shares training's
+@torch.no_grad()  # compiled code depends on the grad mode: now validation shares training's
 def make_mask(segments, positions, prefix, sparse=False):
     """Return who sees whom: the one rule of attention, in every mode.
 

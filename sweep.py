@@ -232,7 +232,7 @@ def read_records(path):
 
 def is_log(records):
     """Return whether these are the records of one run; older versions did not write settings."""
-    return bool(records) and (type(records[0].get("settings")) is dict or "step" in records[0])
+    return bool(records) and (type(records[0].get("settings")) is dict or "tokens" in records[0])
 
 
 def read_results(path):
@@ -353,7 +353,7 @@ def check_alike(runs, results):
         differing = {flag for flag in differing if not flag.startswith("--max_steps=")}
     if differing:
         names = " ".join(sorted(differing))
-        die(f"only R, alpha and seed may differ; some runs in {results} lack {names}")
+        die(f"{results} has runs with and without {names}: only R, alpha and seed may differ")
 
 
 def print_lines(args):
@@ -442,7 +442,7 @@ def print_fit(args):
             quantiles = np.searchsorted(np.cumsum(probability), [0.05, 0.95])
             low, high = alpha_at(surface.log_odds[quantiles])
             rule = papers_rule(R)
-            print(f"{R:4g}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
+            print(f"{R:4.4g}   {best:.3f}  {low:.3f}-{high:.3f} {R * best:8.1f}   {rule:.3f}")
 
 
 def fit_surface(runs, column, log_R, n_alphas=129, n_samples=5000):
@@ -735,7 +735,7 @@ def main():
     add("--seeds", type=list_of(int), help="such as 1,2,3 (run: 1)")
     add("--config", help="run: config file for all runs")
     add("--jobs", type=int, default=1, help="run: how many at the same time (1)")
-    add("--eval", type=shlex.split, default=[], help='run: flags for eval.py, such as "--limit 8"')
+    add("--eval", type=shlex.split, default=[], help='run: flags for eval.py: --eval="--limit 8"')
     add("--target", type=list_of(str), help="columns to show, such as val_ar,acc_pll")
     add("--against", type=list_of(Fraction), default=[1], help="table: alphas to compare with (1)")
     add("--out", type=Path, help="plot: folder for the figures (next to the results)")

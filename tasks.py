@@ -183,7 +183,7 @@ def check_document(document):
     if not all(completion.strip() for completion in document.completions):
         raise ValueError(f"an empty completion in {document.completions}")
     if document.gold not in range(len(document.completions)):
-        raise ValueError(f"there is no choice {document.gold} (from 0) in {document.completions}")
+        raise ValueError(f"no choice {document.gold}, counting from 0, in {document.completions}")
 
 
 # ---- downloading ---------------------------------------------------------------------------------

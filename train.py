@@ -161,9 +161,9 @@ if saved:
     if newest:
         say(f"continuing {s.out_dir} at step {step}")
     else:
-        say(f"starting from {s.init_from} at step {step}")
         if step >= s.max_steps:
             die(f"{s.init_from} already has {step} steps: raise max_steps")
+        say(f"starting from {s.init_from} at step {step}")
         for record in records:  # the run continues: it is no longer done
             record.pop("done", None)
             record.pop("overfit", None)
@@ -256,13 +256,14 @@ def write_record(record):
 
 
 # ---- signals: after SIGTERM or Ctrl-C on any rank, all finish the step, save and exit ------------
+first_step = step
 stop_signal = 0
 
 
 def ask_to_stop(number, frame):
     global stop_signal
-    if number == stop_signal == signal.SIGINT:
-        raise KeyboardInterrupt
+    if step == first_step or number == stop_signal == signal.SIGINT:
+        sys.exit(128 + number)  # there is nothing new to save, or it is the second Ctrl-C
     if number == signal.SIGINT and rank == 0:
         os.write(2, b"\nfinishing this step, then saving; press again to quit at once\n")
     stop_signal = number
@@ -311,7 +312,7 @@ def due(interval):
 
 pool = ThreadPoolExecutor(max_workers=1)
 upcoming = prefetch(step, rank)
-first_step = logged_step = step
+logged_step = step
 clock = time.perf_counter()
 stopping = False
 while True:
@@ -370,8 +371,8 @@ while True:
     totals = sum_over_ranks(torch.stack(list(losses.values()))).tolist()
     if not math.isfinite(norm.item() + sum(total for total, _ in totals)):
         die(
-            f"loss or gradient is not finite at step {step}, so nothing was updated; the last "
-            "checkpoint is intact: try a lower learning_rate"
+            f"loss or gradient is not finite at step {step}, so nothing was updated; no checkpoint "
+            "is affected: try a lower learning_rate"
         )
     stopping = any_rank(stop_signal > 0)
     for name, (total, count) in zip(losses, totals):

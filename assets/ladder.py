@@ -37,8 +37,7 @@ def read_runs(folder):
     for name in RESULTS:
         for line in (folder / name).read_text().splitlines():
             run = json.loads(line)
-            named = re.search(r"--n_embd=(\d+)", run["settings"])
-            width = int(named[1]) if named else 48  # as in config/parity.py
+            width = int(re.search(r"--n_embd=(\d+)", run["settings"])[1])
             runs[run["repetitions"], width, run["alpha"]][run["seed"]] = run
     return runs
 

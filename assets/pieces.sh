@@ -21,6 +21,6 @@ python prepare.py --input mix_train.jsonl.gz --val mix_val.jsonl.gz --out data/w
 for NAME in line 1k 64k; do
   python prepare.py --input $NAME.jsonl --val mix_val.jsonl.gz --out data/$NAME --tokenizer data/whole
   python train.py config/demo.py --data_dir=data/$NAME --out_dir=out/$NAME --repetitions=1 --max_steps=1000 \
-      --eval_interval=100 --eval_tokens=131072
+      --eval_interval=100 --eval_tokens=131072 --resume
   python eval.py --ckpt out/$NAME --tasks blimp --limit 200 --modes ar,pll --pll 1
 done

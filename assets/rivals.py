@@ -25,10 +25,10 @@ CASES = [  # width, its steps, R, the alpha of the mix
 def name_of(run, width, n_steps, R):
     """Return a name for a run of this size on the text of this R, or None for any other run."""
     named = dict(re.findall(r"--(\w+)=(\S+)", run["settings"]))
-    if int(named.get("n_embd", 48)) != width:  # 48 as in config/parity.py
+    if int(named["n_embd"]) != width:
         return None
     name = f"alpha = {run['alpha']}, weight decay {named.get('weight_decay', '0.1')}"
-    if int(named.get("max_steps", n_steps)) < n_steps:
+    if int(named["max_steps"]) < n_steps:
         return f"{name}, stopped after {run['repetitions']:g}"
     return name if run["repetitions"] == R else None
 

@@ -6,8 +6,8 @@ Measure how fast this project is, as ratios of times that anyone can check on an
     python tests/bench.py --only cost --devices 8 --peak_flops 989e12 --mfu 0.4   # only arithmetic
 
 Each part compares our way of doing something with another: the plain form, or a library's. The two
-take turns, and the median counts. "A: speed of B" is the speed of A divided by that of B. This
-needs requirements-dev.txt; `evaluation` reads data/tasks.
+take turns, and the median counts. "A: speed of B" is the speed of A divided by that of B, and so
+are "A: time of B" and the like. This needs requirements-dev.txt; `evaluation` reads data/tasks.
 """
 
 import argparse

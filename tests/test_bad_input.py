@@ -283,7 +283,7 @@ RUN_DIRECTORY = {
 
 FULL_DISKS = {
     "at a checkpoint": resume(
-        "could not write ckpt_6.pt in out/run; earlier ones are intact",
+        "could not write ckpt_6.pt in out/run; no other checkpoint is affected",
         unfinished,
         fault=["full_disk", 100_000],
     ),
@@ -560,6 +560,12 @@ def test_a_checkpoint_that_a_running_job_replaces_is_not_called_damaged(
 
     monkeypatch.setattr("torch.load", replace_and_load)
     assert load_checkpoint(str(tmp_path / "run"))["step"] == 6
+
+
+def test_a_link_to_a_checkpoint_that_is_gone_is_named(tmp_path):
+    (tmp_path / "ckpt_9.pt").symlink_to(tmp_path / "gone.pt")
+    with pytest.raises(FileNotFoundError, match="ckpt_9.pt"):
+        load_checkpoint(str(tmp_path))
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(finished, monkeypatch):

@@ -116,12 +116,15 @@ def test_heads_that_are_too_narrow_for_a_gpu_are_one_line(
             "error: heads are too wide for this GPU",
             "n_head",
         ),
+        (
+            "type('InductorError', (Exception,), {})('C++ failed\\n\\nfatal error: no omp.h')",
+            "error: torch.compile failed: use --compile=False",
+            "(fatal error: no omp.h)",
+        ),
     ],
 )
-def test_what_does_not_fit_a_gpu_is_one_line_that_names_the_setting(
-    tmp_path, error, message, setting
-):
-    """The first is torch's error, the second Inductor's, for heads 256 wide on a consumer GPU."""
+def test_an_error_of_torch_is_one_line_that_helps(tmp_path, error, message, setting):
+    """The second is Inductor's, for heads 256 wide on a consumer GPU."""
     script = tmp_path / "script.py"
     lines = [
         "import sys",

@@ -159,6 +159,21 @@ def test_a_second_ctrl_c_quits_at_once(launcher, folder):
     assert errors_in(output) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_first_step_quits_at_once(launcher, folder, number):
+    """There is nothing new to save, and a compiler may have got the signal too."""
+    name = f"first{int(number)}"
+    output = folder / f"{name}.txt"
+    settings = flags(data_dir="data/tiny", out_dir=f"out/{name}", save_interval=0)
+    fault = ["wait_in_step", 0, str(folder / "never")]
+    pid = launcher.start("train.py", settings, folder, output, fault)
+    wait_for_text(output, "step 0 ")
+    os.kill(pid, number)
+    assert launcher.wait(pid) == 128 + number
+    assert newest_checkpoint(folder / f"out/{name}") is None
+    assert errors_in(output) == []
+
+
 # ---- ranks ---------------------------------------------------------------------------------------
 BAD_GRADIENTS = {
     "not a number": ("matrix", float("nan")),
@@ -286,7 +301,7 @@ def test_a_full_or_read_only_disk_is_one_line_and_harms_nothing(launcher, folder
         pid = launcher.start("train.py", arguments, folder, output)
         assert launcher.wait(pid) == 1
         (error,) = errors_in(output)
-        assert "could not write ckpt_3.pt in disk/run; earlier ones are intact" in error
+        assert "could not write ckpt_3.pt in disk/run; no other checkpoint is affected" in error
         files = {file: file.read_bytes() for file in (disk / "run").glob("ckpt*")}
         assert {file.name for file in files} == {"ckpt_1.pt", "ckpt_2.pt"}
         assert [read_checkpoint(file)["step"] for file in sorted(files)] == [1, 2]

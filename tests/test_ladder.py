@@ -13,14 +13,15 @@ import ladder  # noqa: E402
 import rivals  # noqa: E402
 
 SETTINGS = {24: "--n_embd=24 --n_ff=66", 48: "--n_embd=48", 96: "--n_embd=96 --n_ff=264"}
+NARROW, WIDE = "--n_embd=48 --max_steps=1280", "--n_embd=96 --max_steps=2560"
 
 
 def made_up_runs():
     """Return runs whose columns grow with alpha, with slope width + R, and vary with the seed."""
-    shares = {"0": 0, "1/2": 0.5, "15/16": 15 / 16, "1": 1}
+    shares = {"0": 0, "1/4": 0.25, "1/2": 0.5, "15/16": 15 / 16, "1": 1}
     noise = np.random.default_rng(0)
     for width, settings in SETTINGS.items():
-        for R in (16, 64):
+        for R in (16, 64, 128):
             for seed in (1, 2, 3):
                 base = 100 * noise.random()  # a seed may be good or bad as a whole
                 for alpha, share in shares.items():
@@ -70,18 +71,21 @@ def test_a_figure_is_drawn(runs, tmp_path, monkeypatch, capsys):
     assert line in capsys.readouterr().out
 
 
-WIDE = "--n_embd=96 --max_steps=2560"
-
-
 @pytest.mark.parametrize(
     "R, alpha, settings, narrow, wide",
     [
-        (64, "1/2", "config/parity.py", "alpha = 1/2, weight decay 0.1", None),
-        (64, "1", "--weight_decay=0.3", "alpha = 1, weight decay 0.3", None),
-        (16.0, "1", "--max_steps=320", "alpha = 1, weight decay 0.1, stopped after 16", None),
-        (64.0, "0", "--n_embd=48 --max_steps=1280", "alpha = 0, weight decay 0.1", None),
-        (16, "1", "config/parity.py", None, None),
-        (128, "1/4", "config/parity.py", None, None),
+        (64, "1/2", NARROW, "alpha = 1/2, weight decay 0.1", None),
+        (64, "1", f"{NARROW} --weight_decay=0.3", "alpha = 1, weight decay 0.3", None),
+        (
+            16.0,
+            "1",
+            "--n_embd=48 --max_steps=320",
+            "alpha = 1, weight decay 0.1, stopped after 16",
+            None,
+        ),
+        (64.0, "0", NARROW, "alpha = 0, weight decay 0.1", None),
+        (16, "1", NARROW, None, None),
+        (128, "1/4", NARROW, None, None),
         (128, "1/4", WIDE, None, "alpha = 1/4, weight decay 0.1"),
         (64, "1/2", WIDE, None, None),
         (16, "1", WIDE, None, None),
@@ -101,9 +105,9 @@ def test_rivals_are_runs_of_the_same_size_on_the_same_text(R, alpha, settings, n
 
 
 def test_the_mix_is_compared_with_every_rival(tmp_path, monkeypatch, capsys):
-    mix = {"repetitions": 64, "alpha": "1/2", "settings": "config/parity.py"}
-    stopped = {"repetitions": 16, "alpha": "1", "settings": "config/parity.py --max_steps=320"}
-    other = {"repetitions": 16, "alpha": "1", "settings": "config/parity.py", "seed": 1}
+    mix = {"repetitions": 64, "alpha": "1/2", "settings": NARROW}
+    stopped = {"repetitions": 16, "alpha": "1", "settings": "--n_embd=48 --max_steps=320"}
+    other = {"repetitions": 16, "alpha": "1", "settings": NARROW, "seed": 1}
     parity, rival, large = [other], [], []
     for seed, gain in ((1, 0.1), (2, 0.2), (3, 0.3)):
         parity.append(mix | {"seed": seed, "val_ar": seed - gain})

@@ -269,7 +269,7 @@ def test_runs_of_other_settings_are_not_mixed(tmp_path, call, command):
             record["settings"] += " --weight_decay=0.3"
     path = write_lines(tmp_path / "r.jsonl", records)
     message = message_of(call, command, "--results", path)
-    assert "lack --weight_decay=0.3" in message
+    assert "with and without --weight_decay=0.3" in message
     call(command, "--results", path, "--repetitions", "8,16,32", "--target", "val_ar")
 
 
@@ -282,7 +282,7 @@ def test_steps_that_follow_from_repetitions_are_not_other_settings(tmp_path, cal
     call("fit", "--results", path, "--target", "val_ar")
     records[0]["settings"] = "--max_steps=7 --n_embd=48"
     write_lines(path, records)
-    assert "lack --max_steps=160" in message_of(call, "fit", "--results", path)
+    assert "with and without --max_steps=160" in message_of(call, "fit", "--results", path)
 
 
 @pytest.mark.parametrize(
@@ -686,6 +686,11 @@ def test_one_run_has_its_curves(tmp_path, call, name, old):
     np.testing.assert_allclose(ar.lines[1].get_xydata(), [(1, 2), (2, 2.5)])
     call("plot", "--results", tmp_path / name)
     assert is_png(tmp_path / "run/curves.png")
+
+
+def test_reports_of_evaluations_are_no_log(tmp_path, call):
+    path = write_lines(tmp_path / "evaluations.jsonl", [{"step": 240, "tasks": {}}])
+    assert "evaluations.jsonl, line 1" in message_of(call, "plot", "--results", path)
 
 
 @pytest.mark.parametrize("vocab_size, unit", [(272, "byte"), (2720, "token"), (1024, "token")])

@@ -224,7 +224,7 @@ def replace_line(name, number, text):
         (
             "piqa",
             write("valid-labels.lst", "0\n2\n0\n"),
-            "record 2 is wrong.*no choice 2 .from 0. in",
+            "record 2 is wrong.*no choice 2, counting from 0, in",
         ),
         ("piqa", cut("valid.jsonl", 30), "record 3 is wrong"),
         ("piqa", write("valid.jsonl", ""), "0 records"),
