@@ -55,6 +55,13 @@ def compare(runs, rivals, column):
     return mean, error, len(seeds)
 
 
+def describe(mean, error, n_seeds):
+    """Return what `compare` found as text; a single seed has no error."""
+    return (
+        f"{mean:+.3f} ± {error:.3f} ({n_seeds} seeds)" if n_seeds > 1 else f"{mean:+.3f} (1 seed)"
+    )
+
+
 def main():
     runs = read_runs(ASSETS)
     widths = sorted({width for _, width, _ in runs})
@@ -64,7 +71,7 @@ def main():
             if n_seeds > 0 and alpha not in ("0", "1"):
                 print(
                     f"{column}, R = {R:g}, {count_parameters(width):,} parameters: alpha = {alpha} "
-                    f"minus {rival} {mean:+.3f} ± {error:.3f} ({n_seeds} seeds)"
+                    f"minus {rival} {describe(mean, error, n_seeds)}"
                 )
 
     sizes = [count_parameters(width) for width in widths]

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from ladder import RESULTS, compare
+from ladder import RESULTS, compare, describe
 
 ASSETS = Path(__file__).parent
 COLUMNS = ["val_ar", "val_ar_best", "val_md", "acc_ar", "logp_ar", "acc_pll6", "logp_pll6"]
@@ -55,7 +55,7 @@ def main():
                 for column in COLUMNS:
                     mean, error, n_seeds = compare(runs[mix], runs[rival], column)
                     if n_seeds > 0:
-                        print(f"  {column:12} {mean:+7.3f} ± {error:.3f} ({n_seeds} seeds)")
+                        print(f"  {column:12} {describe(mean, error, n_seeds)}")
 
 
 if __name__ == "__main__":

@@ -45,12 +45,14 @@ def test_seeds_are_compared_in_pairs(runs, R, width):
     assert mean == pytest.approx(-0.5 * (width + R))
     assert error == pytest.approx(0, abs=1e-9)
     assert n_seeds == 3
+    assert ladder.describe(mean, error, n_seeds).endswith(" ± 0.000 (3 seeds)")
 
 
 def test_one_seed_has_no_error(runs):
     one = {2: runs[16, 24, "1/2"][2]}
     mean, error, n_seeds = ladder.compare(one, runs[16, 24, "0"], "val_md")
     assert mean == pytest.approx(20) and np.isnan(error) and n_seeds == 1
+    assert ladder.describe(mean, error, n_seeds) == "+20.000 (1 seed)"
     for rivals_of_none in ({}, {2: {"val_ar": 1.0}}):
         mean, error, n_seeds = ladder.compare(one, rivals_of_none, "val_md")
         assert np.isnan(mean) and np.isnan(error) and n_seeds == 0
@@ -123,9 +125,9 @@ def test_the_mix_is_compared_with_every_rival(tmp_path, monkeypatch, capsys):
     rivals.main()
     out = capsys.readouterr().out
     assert (
-        "0.1, minus alpha = 1, weight decay 0.1, stopped after 16\n  val_ar        -0.200 ± 0.058"
+        "0.1, minus alpha = 1, weight decay 0.1, stopped after 16\n  val_ar       -0.200 ± 0.058"
     ) in out
     assert (
         "R = 128, width 96: alpha = 1/4, weight decay 0.1, minus alpha = 1, weight decay 0.1\n"
-        "  val_ar        -1.000 ± 0.289"
+        "  val_ar       -1.000 ± 0.289"
     ) in out
