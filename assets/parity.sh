@@ -44,7 +44,7 @@ for RUN in 8_0.1 12_0.1 16_0.1 24_0.1 16_0.3 24_0.3; do
       --eval "$EVAL" --results out/rivals/stop$RUN -- \
       --max_steps=$((20*R)) --eval_interval=$R --log_interval=$R --weight_decay=$WD
 done
-for RUN in 8_0.1 12_0.1 16_0.1 8_0.3 12_0.3 16_0.3 24_0.3; do
+for RUN in 8_0.1 12_0.1 16_0.1 24_0.1 8_0.3 12_0.3 16_0.3 24_0.3; do
   R=${RUN%_*} WD=${RUN#*_}
   python sweep.py run --config config/parity_226k.py --repetitions $R --alphas 1 --seeds 1,2,3 --jobs 2 \
       --eval "$EVAL" --results out/rivals/large_stop$RUN -- \
