@@ -536,7 +536,7 @@ def print_report(report):
         if n_ties > 0:
             print(f"{n_ties} ties in {mode}, each worth a share of a point")
     if report["contexts_cut"] > 0:
-        print(f"{report['contexts_cut']} contexts were too long and have lost their beginning")
+        print(f"{report['contexts_cut']} contexts were too long and were cut at the beginning")
 
 
 def dump(path, questions, log_p):

@@ -11,7 +11,7 @@ Turn text into a prepared folder: hold out a part, train a tokenizer, encode.
 Inputs are files, folders (every file in them that is not hidden), globs, or - for standard input.
 A file may be compressed (.gz, .zst). In JSON lines (.jsonl, .json, .ndjson) the field `text` of
 each line is a document. Any other file is plain UTF-8 text, cut at blank lines or line ends
-into documents of about 2 KiB. Standard input is JSON lines if it begins with {.
+into documents of about 2,000 to 4,000 characters. Standard input is JSON lines if it begins with {.
 
 --val names the files to hold out. Without it, a share of the text is held out: JSON documents by
 their hash, so that each stays on its side when the corpus grows, and the end of every plain text.

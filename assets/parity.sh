@@ -51,8 +51,7 @@ for RUN in 8_0.1 12_0.1 16_0.1 24_0.1 8_0.3 12_0.3 16_0.3 24_0.3; do
       --max_steps=$((20*R)) --eval_interval=$R --log_interval=$R --weight_decay=$WD
 done
 LARGE="--config config/parity_226k.py --repetitions 128 --jobs 2 --results out/rivals/large_wd0.3"
-python sweep.py run $LARGE --eval "$EVAL" --alphas 1/4 --seeds 1,2,3 -- --weight_decay=0.3
-python sweep.py run $LARGE --eval "$EVAL" --alphas 1 -- --weight_decay=0.3
+python sweep.py run $LARGE --eval "$EVAL" --alphas 1/4,1 --seeds 1,2,3 -- --weight_decay=0.3
 
 # ---- numbers and figures ----
 for RUNS in parity parity_226k parity_14k; do
